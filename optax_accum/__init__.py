@@ -1,0 +1,9 @@
+"""Gradient accumulation for Optax: exact, nearly free, safe, at home."""
+
+from optax_accum._accumulate import AccumulateState as AccumulateState
+from optax_accum._accumulate import accumulate as accumulate
+from optax_accum._chain import apply_gradients as apply_gradients
+from optax_accum._chain import chain as chain
+from optax_accum._chain import released as released
+from optax_accum._multi_steps import MultiSteps as MultiSteps
+from optax_accum._multi_steps import from_multi_steps_state as from_multi_steps_state

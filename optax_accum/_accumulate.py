@@ -1,0 +1,328 @@
+"""The transform that accumulates, and its state."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike, DTypeLike
+
+from optax_accum import _arguments as arguments
+from optax_accum._tree import is_array, is_none, like, where_else_zero
+from optax_accum._weighted_sum import add, sum_dtype
+from optax_accum._window import Accumulation, Window
+
+SkipFn = Callable[
+    [optax.Updates, jax.Array, optax.Params | None], tuple[jax.Array, Any]
+]
+
+
+class AccumulateState(NamedTuple):
+    """State of `accumulate`: arrays whose shapes and dtypes never change.
+
+    Attributes:
+      mini_step: int32 scalar, the micro-steps taken in the open window.
+      gradient_step: int32 scalar, how many windows have been released.
+      acc_grads: the weighted sum of the open window's gradients, shaped like the
+        parameters, in the accumulator's dtypes. Where `total_weight` is 0 it is empty
+        and its numbers mean nothing. `()` for `every=1`.
+      total_weight: float scalar, the weight that is in `acc_grads`.
+      released: boolean scalar, whether the last micro-step released.
+      every: int32 scalar, the length of the open window where a schedule gives it, 0
+        before it is read; else `()`.
+      acc_args: dict of float scalars, the weighted sums of `average_args`.
+      skip_state: what `skip` returned beside its verdict; `()` without `skip`.
+    """
+
+    mini_step: jax.Array
+    gradient_step: jax.Array
+    acc_grads: optax.Updates
+    total_weight: jax.Array
+    released: jax.Array
+    every: jax.Array | tuple[()]
+    acc_args: dict[str, jax.Array]
+    skip_state: Any
+
+
+def accumulate(
+    every: int | Callable[[jax.Array], ArrayLike] | None,
+    *,
+    reduction: Literal["mean", "sum"] = "mean",
+    dtype: DTypeLike | None = None,
+    skip: SkipFn | None = None,
+    on_skip: Literal["wait", "shrink"] = "wait",
+    average_args: Sequence[str] = (),
+) -> optax.GradientTransformationExtraArgs:
+    r"""Accumulates gradients and hands on their mean at the end of each window.
+
+    In :func:`optax_accum.chain`, what follows it runs only when a window of ``every``
+    microbatches is full, on
+
+    .. math:: \bar g = \sum_i w_i g_i \,/\, \sum_i w_i ,
+
+    the mean of the window's gradients :math:`g_i` under the weights :math:`w_i`. It is
+    the gradient of the large batch where :math:`w_i` is the number of examples (or
+    tokens) over which the loss of microbatch :math:`i` is a mean. In all other
+    micro-steps the updates are zero and nothing downstream runs.
+
+    ``update`` reads these extra arguments, all optional and all traceable:
+
+    - ``weight``: real scalar, 0 or more, default 1: :math:`w_i`. A microbatch of weight
+      0 uses up a slot of its window and adds nothing, not even a NaN.
+    - ``release``: boolean scalar: close the window with this microbatch, full or not.
+    - those named in ``average_args``.
+
+    All others are passed on to the other transforms of the chain.
+
+    Args:
+      every: microbatches to a window. An int of at least 1; or a schedule, a function
+        from ``gradient_step`` (int32 scalar) to a number of at least 1, which is read
+        at the start of each window and rounded up; or ``None``, to release only when
+        ``release`` says so. ``every=1`` keeps no accumulator.
+      reduction: ``"mean"``, or ``"sum"`` for :math:`\sum_i w_i g_i`.
+      dtype: floating dtype of the accumulator. By default the parameters' own,
+        promoted to at least float32. Complex parameters have a complex accumulator
+        under any ``dtype``.
+      skip: which microbatches to leave out, as for :class:`optax.MultiSteps`:
+        ``skip(updates, gradient_step, params) -> (should_skip, skip_state)``, for
+        example :func:`optax.skip_not_finite`. A microbatch left out is as if it had
+        never come; ``release=True`` on it releases what was accepted before it.
+      on_skip: ``"wait"`` for a replacement; or ``"shrink"`` the window: the slot is
+        used up and the mean is over the others.
+      average_args: names of scalar extra arguments of which downstream transforms see
+        the window's weighted mean, not the last microbatch's value; ``("value",)`` for
+        :func:`optax.contrib.reduce_on_plateau`.
+
+    Returns:
+      A transform whose state is an :class:`AccumulateState`. What it releases has the
+      dtypes of the gradients (integers as floats). A window with nothing in it, all
+      skipped or of total weight 0, releases nothing and starts over.
+
+    Raises:
+      TypeError: an argument is of a wrong type, or the accumulator cannot hold the
+        gradients' dtype.
+      ValueError: an argument has a wrong value, or the gradients do not match the
+        parameters that ``init`` was given.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> import optax_accum
+      >>> tx = optax_accum.chain(optax_accum.accumulate(every=2), optax.sgd(1.0))
+      >>> params = jnp.array([1.0, 2.0])
+      >>> state = tx.init(params)
+      >>> updates, state = tx.update(jnp.array([1.0, 0.0]), state, params, weight=3)
+      >>> print(updates, optax.tree.get(state, "mini_step"))
+      [0. 0.] 1
+      >>> updates, state = tx.update(jnp.array([5.0, 4.0]), state, params, weight=1)
+      >>> print(updates, optax.tree.get(state, "gradient_step"))
+      [-2. -1.] 1
+
+    References:
+      Goyal et al., `Accurate, Large Minibatch SGD
+      <https://arxiv.org/abs/1706.02677>`_, 2017: the gradient of a large batch as the
+      mean over its parts, and why each part must be normalised by the size of the
+      whole (section 3, equations 2 and 4).
+    """
+    every = arguments.check_every(every)
+    dtype = arguments.check_dtype(dtype)
+    average_args = arguments.check_average_args(average_args)
+    arguments.check_choice("reduction", reduction, ("mean", "sum"))
+    arguments.check_choice("on_skip", on_skip, ("wait", "shrink"))
+    arguments.check_skip(skip, on_skip)
+
+    def init_fn(params):
+        start = jnp.zeros([], jnp.int32)
+        acc_grads, skip_state = (), ()
+        if callable(every):
+            arguments.check_length(every(start))
+        if every != 1:
+            acc_grads = _zeros_like(params, lambda own: sum_dtype(own, dtype))
+        if skip is not None:
+            _, skip_state = skip(_zeros_like(params, lambda own: own), start, params)
+        return AccumulateState(
+            mini_step=jnp.zeros([], jnp.int32),
+            gradient_step=jnp.zeros([], jnp.int32),
+            acc_grads=acc_grads,
+            total_weight=jnp.zeros([], float),
+            released=jnp.zeros([], bool),
+            every=jnp.zeros([], jnp.int32) if callable(every) else (),
+            acc_args={name: jnp.zeros([], float) for name in average_args},
+            skip_state=jax.tree.map(jnp.array, skip_state),
+        )
+
+    # What tracing can decide stays a Python bool in here, so that nobody pays for what
+    # they do not use: a plain `every=1` compiles to the optimizer alone.
+    def micro_step(
+        updates, state, params=None, *, weight=None, release=None, **extra_args
+    ):
+        leaves, treedef = jax.tree.flatten(updates, is_leaf=is_none)
+        grads = [jnp.asarray(g) if is_array(g) else g for g in leaves]
+        if every == 1:
+            accs = _zeros_like(grads, lambda own: sum_dtype(own, dtype))
+        else:
+            accs = _matching(state.acc_grads, updates, dtype)
+
+        # Accept or skip.
+        accepted, skip_state = True, state.skip_state
+        if skip is not None:
+            accepted, skip_state = _judge(skip, updates, state, params)
+        counted = accepted
+        if weight is not None:
+            weight = arguments.check_weight(weight).astype(state.total_weight.dtype)
+            counted = _all(accepted, weight != 0)
+
+        # Release or not.
+        mini_step = optax.safe_increment(state.mini_step)
+        if on_skip == "wait":
+            mini_step = jnp.where(accepted, mini_step, state.mini_step)
+        length = every
+        if callable(every):
+            now = arguments.check_length(every(state.gradient_step))
+            length = jnp.where(state.every == 0, now, state.every)
+        closed = every == 1 or (every is not None and mini_step >= length)
+        if release is not None:
+            closed = _any(closed, arguments.check_release(release))
+        added = jnp.where(counted, 1 if weight is None else weight, 0)
+        total_weight = state.total_weight + added
+        released = _all(closed, counted is True or total_weight != 0)
+
+        # Add and, at a release, divide.
+        empty = every == 1 or state.total_weight == 0
+        divisor = jnp.where(released, total_weight, 1)
+
+        def accumulated(acc, x, divisor):
+            return add(acc, x, weight, empty=empty, counted=counted, divisor=divisor)
+
+        if reduction == "sum" or (every == 1 and weight is None):
+            grads_divisor = None
+        else:
+            grads_divisor = divisor
+        mean = treedef.unflatten(
+            accumulated(acc, g, grads_divisor) if is_array(g) else acc
+            for acc, g in zip(accs, grads, strict=True)
+        )
+        acc_args, window_args = {}, extra_args
+        for name in average_args:
+            acc, x = state.acc_args[name], arguments.check_average_arg(name, extra_args)
+            acc_args[name] = accumulated(acc, x, None)
+            window_args = window_args | {
+                name: _cast_like(accumulated(acc, x, divisor), x)
+            }
+
+        def downstream(mean, tail_state, params):
+            del params
+            means = map(_cast_like, treedef.flatten_up_to(mean), grads)
+            return treedef.unflatten(means), tail_state
+
+        def close(acc_grads, tail_state):
+            del tail_state
+            return AccumulateState(
+                mini_step=jnp.where(closed, 0, mini_step),
+                gradient_step=jnp.where(
+                    released,
+                    optax.safe_increment(state.gradient_step),
+                    state.gradient_step,
+                ),
+                acc_grads=() if every == 1 else acc_grads,
+                total_weight=jnp.where(closed, 0, total_weight),
+                released=jnp.array(released),
+                every=jnp.where(closed, 0, length) if callable(every) else (),
+                acc_args=acc_args,
+                skip_state=skip_state,
+            )
+
+        return Window(released, mean, (), window_args, downstream, close)
+
+    def update_fn(updates, state, params=None, **extra_args):
+        window = micro_step(updates, state, params, **extra_args)
+        updates, _ = window.downstream(window.mean, (), params)
+        return where_else_zero(window.released, updates), window.close(window.mean, ())
+
+    return Accumulation(init_fn, update_fn, micro_step)
+
+
+def _zeros_like(tree: Any, dtype_fn: Callable[[DTypeLike], DTypeLike]) -> Any:
+    """Zeros, laid out over devices like the tree; `None` for what is not an array."""
+
+    def zeros(x):
+        if not is_array(x):
+            return None
+        return jnp.zeros_like(x, dtype=dtype_fn(jnp.result_type(x)))
+
+    return jax.tree.map(zeros, tree)
+
+
+def _matching(acc_grads: Any, updates: Any, dtype: DTypeLike | None) -> list[Any]:
+    """The accumulators for the leaves of `updates`, with `None` as a leaf."""
+    accs, acc_def = jax.tree.flatten_with_path(acc_grads, is_leaf=is_none)
+    grads, grad_def = jax.tree.flatten_with_path(updates, is_leaf=is_none)
+    if acc_def != grad_def:
+        name = jax.tree_util.keystr
+        odd = [name(p) for p in dict(grads).keys() - dict(accs).keys()]
+        missing = [name(p) for p in dict(accs).keys() - dict(grads).keys()]
+        raise ValueError(
+            "The gradients must have the structure of the parameters given to init;"
+            f" unexpected: {sorted(odd)}, missing: {sorted(missing)}."
+            f"\n  parameters: {acc_def}\n  gradients:  {grad_def}"
+        )
+    for (path, acc), (_, g) in zip(accs, grads, strict=True):
+        if is_array(g):
+            _check_fits(jax.tree_util.keystr(path), acc, g, dtype)
+    return [acc for _, acc in accs]
+
+
+def _check_fits(name: str, acc: Any, g: Any, dtype: DTypeLike | None) -> None:
+    grad_type = jax.typeof(g)
+    if acc is None:
+        raise ValueError(
+            f"There is a gradient {grad_type} at {name}, where the parameters given to"
+            " init have nothing to train."
+        )
+    if jnp.shape(g) != acc.shape:
+        raise ValueError(
+            "The gradients must have the shapes of the parameters given to init; at"
+            f" {name} the gradient is {grad_type}, the parameter has {acc.shape}."
+        )
+    wide = sum_dtype(grad_type.dtype, dtype)
+    if jnp.promote_types(wide, acc.dtype) != acc.dtype:
+        raise TypeError(
+            f"The gradient at {name} is {grad_type}, but its accumulator {acc.dtype},"
+            " from the dtype of the parameter given to init. Cast one to the other, or"
+            " give accumulate a dtype."
+        )
+
+
+def _judge(skip: SkipFn, updates: Any, state: AccumulateState, params: Any):
+    """Whether to accept a microbatch, and the state that `skip` returns with it."""
+    updates = jax.tree.map(lambda g: g if is_array(g) else None, updates)
+    should_skip, skip_state = skip(updates, state.gradient_step, params)
+    arguments.check_should_skip(should_skip)
+    skip_state = like(skip_state, state.skip_state, "The state that skip returns")
+    return jnp.logical_not(should_skip), skip_state
+
+
+def _cast_like(x: jax.Array, like: Any) -> Any:
+    """The mean of values like `like` in their dtype, which for integers is not theirs."""
+    if not is_array(like):
+        return like
+    return x.astype(like.dtype) if jnp.issubdtype(like.dtype, jnp.inexact) else x
+
+
+def _all(x: jax.Array | bool, y: jax.Array | bool) -> jax.Array | bool:
+    """`x and y`, a Python `bool` where one of them settles it."""
+    if isinstance(x, bool):
+        return y if x else False
+    if isinstance(y, bool):
+        return x if y else False
+    return jnp.logical_and(x, y)
+
+
+def _any(x: jax.Array | bool, y: jax.Array | bool) -> jax.Array | bool:
+    """`x or y`, a Python `bool` where one of them settles it."""
+    if isinstance(x, bool):
+        return True if x else y
+    if isinstance(y, bool):
+        return True if y else x
+    return jnp.logical_or(x, y)

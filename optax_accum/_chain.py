@@ -1,0 +1,294 @@
+"""Chains whose tail runs only at a release, and the two ways to finish a micro-step."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_accum._accumulate import AccumulateState
+from optax_accum._conditional import run_if
+from optax_accum._tree import is_array, is_none, where_else_zero
+from optax_accum._window import Accumulation, Window
+
+
+def chain(
+    *transforms: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """:func:`optax.chain`, but what follows the accumulation runs only at a release.
+
+    The transforms before :func:`optax_accum.accumulate` see every microbatch. Those
+    after it see one gradient a window, the mean, and in all other micro-steps neither
+    they nor their states are touched and the updates are zero.
+
+    Args:
+      *transforms: any Optax transforms, exactly one of them an accumulation: what
+        ``accumulate``, ``chain`` or ``MultiSteps`` of this library return.
+
+    Returns:
+      A transform whose state is the tuple of the transforms' states, as from
+      ``optax.chain``. Updates and states have the dtypes that the transforms alone
+      would give. It takes extra arguments, see :func:`optax_accum.accumulate`.
+
+    Raises:
+      ValueError: there is no accumulation among the transforms, or more than one.
+      TypeError: one of them is not a transform; or, when ``update`` is traced, a
+        transform after the accumulation changes the structure or shapes of its state.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> import optax_accum
+      >>> tx = optax_accum.chain(
+      ...     optax.zero_nans(),  # every microbatch
+      ...     optax_accum.accumulate(every=2),
+      ...     optax.clip_by_global_norm(1.0),  # once a window, the mean
+      ...     optax.sgd(0.5),
+      ... )
+      >>> params = jnp.array([1.0, 2.0])
+      >>> state = tx.init(params)
+      >>> for grads in jnp.array([[1.0, 0.0], [3.0, 0.0]]):
+      ...     updates, state = tx.update(grads, state, params)
+      ...     params = optax.apply_updates(params, updates)
+      ...     print(params, optax_accum.released(state))
+      [1. 2.] False
+      [0.5 2. ] True
+    """
+    at = _position_of_accumulation(transforms)
+    accumulation = transforms[at]
+    head = [optax.with_extra_args_support(t) for t in transforms[:at]]
+    tail = [optax.with_extra_args_support(t) for t in transforms[at + 1 :]]
+
+    def init_fn(params):
+        state = tuple(t.init(params) for t in transforms)
+        if len(accumulate_states(state)) > 1:
+            raise ValueError(
+                "There is more than one accumulation in the chain; one of them is"
+                " inside another transform. Their windows would multiply. Keep one."
+            )
+        return state
+
+    def micro_step(updates, state, params=None, **extra_args):
+        if len(state) != len(transforms):
+            raise ValueError(
+                f"The chain has {len(transforms)} transforms but the state"
+                f" {len(state)} entries; was it made by this chain's init?"
+            )
+        head_state = []
+        theirs = {k: v for k, v in extra_args.items() if k not in ("weight", "release")}
+        for t, s in zip(head, state[:at], strict=True):
+            updates, s = t.update(updates, s, params, **theirs)
+            head_state.append(s)
+        window = accumulation.micro_step(updates, state[at], params, **extra_args)
+
+        def downstream(mean, tail_state, params):
+            inner, *states = tail_state
+            updates, inner = window.downstream(mean, inner, params)
+            new_states = []
+            for t, s in zip(tail, states, strict=True):
+                updates, s = t.update(updates, s, params, **window.extra_args)
+                new_states.append(s)
+            return updates, (inner, *new_states)
+
+        def close(acc_grads, tail_state):
+            inner, *states = tail_state
+            return (*head_state, window.close(acc_grads, inner), *states)
+
+        return window._replace(
+            tail_state=(window.tail_state, *state[at + 1 :]),
+            downstream=downstream,
+            close=close,
+        )
+
+    def update_fn(updates, state, params=None, **extra_args):
+        return finish(micro_step(updates, state, params, **extra_args), params)
+
+    return Accumulation(init_fn, update_fn, micro_step)
+
+
+def apply_gradients(
+    tx: optax.GradientTransformation,
+    grads: optax.Updates,
+    opt_state: optax.OptState,
+    params: optax.Params,
+    **extra_args: Any,
+) -> tuple[optax.Params, optax.OptState]:
+    """`tx.update` and :func:`optax.apply_updates` in one.
+
+    Between releases the parameters are neither read nor written, which for a transform
+    of this library makes a micro-step as cheap as adding the gradients up. Other
+    transforms, also those that wrap one of this library, take the plain way.
+
+    Args:
+      tx: any Optax transform.
+      grads: gradients, a tree that matches ``params``.
+      opt_state: the state of ``tx``. Donate it and ``params`` to the jitted step.
+      params: parameters. A leaf whose update is ``None`` or ``float0`` stays, so an
+        Equinox model will do.
+      **extra_args: for ``tx.update``; see :func:`optax_accum.accumulate`.
+
+    Returns:
+      The new ``params``, in their shapes and dtypes, and the new ``opt_state``.
+
+    Raises:
+      TypeError: ``tx`` does not take the extra arguments; and what ``tx.update`` raises.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> import optax_accum
+      >>> tx = optax_accum.chain(optax_accum.accumulate(every=2), optax.sgd(0.5))
+      >>> params = jnp.array([1.0, 2.0])
+      >>> state = tx.init(params)
+      >>> for grads in jnp.array([[1.0, 0.0], [3.0, 0.0]]):
+      ...     params, state = optax_accum.apply_gradients(tx, grads, state, params)
+      ...     print(params)
+      [1. 2.]
+      [0. 2.]
+    """
+    if not isinstance(tx, Accumulation):
+        updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
+        return _apply(params, updates), opt_state
+
+    window = tx.micro_step(grads, opt_state, params, **extra_args)
+
+    def release(params_and_state):
+        params, tail_state = params_and_state
+        updates, tail_state = window.downstream(window.mean, tail_state, params)
+        return _apply(params, updates), tail_state
+
+    params, tail_state = run_if(window.released, release, (params, window.tail_state))
+    return params, window.close(window.mean, tail_state)
+
+
+def released(opt_state: optax.OptState) -> jax.Array:
+    """Whether the last micro-step released, so that the parameters moved.
+
+    Args:
+      opt_state: a state with an :class:`optax_accum.AccumulateState` anywhere in it.
+
+    Returns:
+      Boolean scalar, true for exactly one micro-step a window. Where there are several
+      accumulations (in the parts of :func:`optax.partition`): whether any released.
+
+    Raises:
+      ValueError: there is no accumulation in the state.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax_accum
+      >>> tx = optax_accum.accumulate(every=1)
+      >>> state = tx.init(jnp.zeros(2))
+      >>> print(optax_accum.released(state))
+      False
+      >>> _, state = tx.update(jnp.ones(2), state)
+      >>> print(optax_accum.released(state))
+      True
+    """
+    states = accumulate_states(opt_state)
+    if not states:
+        raise ValueError(
+            "opt_state has no AccumulateState in it; was it made by a transform of"
+            f" optax_accum? Its structure is {jax.tree.structure(opt_state)}."
+        )
+    return jnp.any(jnp.stack([s.released for s in states]), axis=0)
+
+
+def accumulate_states(opt_state: optax.OptState) -> list[AccumulateState]:
+    """All states of `accumulate` in a state, however deep."""
+    leaves = jax.tree.leaves(
+        opt_state, is_leaf=lambda x: isinstance(x, AccumulateState)
+    )
+    return [x for x in leaves if isinstance(x, AccumulateState)]
+
+
+def _position_of_accumulation(transforms: Any) -> int:
+    for t in transforms:
+        if not (callable(getattr(t, "init", None)) and hasattr(t, "update")):
+            raise TypeError(
+                f"chain takes Optax transforms, got {t!r} of type {type(t).__name__}."
+            )
+    found = [i for i, t in enumerate(transforms) if isinstance(t, Accumulation)]
+    if len(found) != 1:
+        raise ValueError(
+            "chain needs exactly one accumulation among its transforms, got"
+            f" {len(found)}. Give it one optax_accum.accumulate(...), directly: inside"
+            " another transform (optax.chain, optax.masked) it cannot be seen."
+        )
+    return found[0]
+
+
+def finish(
+    window: Window, params: optax.Params | None
+) -> tuple[optax.Updates, optax.OptState]:
+    """The end of `update`: at a release what comes out downstream, else zeros.
+
+    At a release the accumulator is dead, so its buffer carries the update out and no
+    tree of updates is ever allocated: the selection fuses into what reads the updates.
+    Leaves that the accumulator cannot hold exactly get a buffer of their own.
+    """
+    leaves, treedef = _update_leaves(window, params)
+    accs, acc_def = jax.tree.flatten(window.mean, is_leaf=is_none)
+    carried, own = set(), {}
+    for i, u in enumerate(leaves):
+        if treedef == acc_def and _can_carry(accs[i], u):
+            carried.add(i)
+        elif is_array(u):
+            own[i] = jnp.zeros(u.shape, u.dtype)
+
+    def release(buffers):
+        mean, own, tail_state = buffers
+        updates, tail_state = window.downstream(mean, tail_state, params)
+        updates = treedef.flatten_up_to(updates)
+        mean = acc_def.flatten_up_to(mean)
+        for i in carried:
+            mean[i] = updates[i].astype(accs[i].dtype)
+        return acc_def.unflatten(mean), {i: updates[i] for i in own}, tail_state
+
+    acc_grads, own, tail_state = run_if(
+        window.released, release, (window.mean, own, window.tail_state)
+    )
+    accs = acc_def.flatten_up_to(acc_grads)
+    for i in carried:
+        emitted = where_else_zero(window.released, accs[i])
+        leaves[i] = emitted.astype(leaves[i].dtype)
+    for i in own:
+        leaves[i] = own[i]
+    return treedef.unflatten(leaves), window.close(acc_grads, tail_state)
+
+
+def _update_leaves(window: Window, params: optax.Params | None) -> tuple[list, Any]:
+    """The types of the updates at a release; what is no array comes as it is."""
+    leaves, treedef = [], None
+
+    def note():
+        nonlocal treedef
+        updates, _ = window.downstream(window.mean, window.tail_state, params)
+        updates, treedef = jax.tree.flatten(updates, is_leaf=is_none)
+        leaves.extend(jax.typeof(u) if is_array(u) else u for u in updates)
+
+    jax.eval_shape(note)
+    return leaves, treedef
+
+
+def _can_carry(acc: Any, update: Any) -> bool:
+    """Whether an accumulator leaf can hold an update without losing anything."""
+    if not (is_array(acc) and is_array(update)) or acc.shape != update.shape:
+        return False
+    if jnp.iscomplexobj(acc) != jnp.issubdtype(update.dtype, jnp.complexfloating):
+        return False
+    wide = acc.dtype in (jnp.float32, jnp.float64, jnp.complex64, jnp.complex128)
+    return (
+        wide
+        and jnp.issubdtype(update.dtype, jnp.inexact)
+        and (jnp.finfo(update.dtype).bits <= jnp.finfo(acc.dtype).bits)
+    )
+
+
+def _apply(params: optax.Params, updates: optax.Updates) -> optax.Params:
+    """`optax.apply_updates` that leaves alone what has no update."""
+
+    def apply(p, u):
+        return optax.apply_updates(p, u) if is_array(u) else p
+
+    return jax.tree.map(apply, params, updates, is_leaf=is_none)

@@ -1,0 +1,82 @@
+"""Run a function at a release, in the buffers of what it replaces, or not at all."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+from jax import lax
+
+from optax_accum._tree import is_array, like
+
+Tree = TypeVar("Tree")
+
+
+def run_if(pred: jax.Array | bool, fn: Callable[[Tree], Tree], old: Tree) -> Tree:
+    """`fn(old)` where `pred`, else `old`: same structure, shapes and dtypes.
+
+    Args:
+      pred: boolean scalar.
+      fn: gets a tree like `old`, returns another; its arrays are cast to the dtypes of
+        `old`, and where it returns `None`, `old` stays.
+      old: any pytree. What is not an array in it stays as it is.
+
+    Raises:
+      TypeError: `fn` returns another structure, or arrays that do not fit in place.
+    """
+    if not isinstance(pred, jax.core.Tracer):
+        return like(fn(old), old, _WHAT) if pred else old
+
+    leaves, treedef = jax.tree.flatten(old)
+    slots = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
+
+    def merge(arrays):
+        merged = leaves.copy()
+        for i, x in zip(slots, arrays, strict=True):
+            merged[i] = x
+        return treedef.unflatten(merged)
+
+    def run(arrays):
+        old = merge(arrays)
+        new = treedef.flatten_up_to(like(fn(old), old, _WHAT))
+        return [new[i] for i in slots]
+
+    def keep(arrays):
+        return arrays
+
+    arrays = [leaves[i] for i in slots]
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        run, keep = _vary_alike(run, keep, arrays)
+
+    # Why two conditionals: where two results read one input (Lion's update and its
+    # momentum), XLA must copy one of them, and it puts these copies in front of the
+    # conditional, into every micro-step. In front of the inner one, they are made
+    # only at a release.
+    return merge(lax.cond(pred, lambda xs: lax.cond(pred, run, keep, xs), keep, arrays))
+
+
+_WHAT = "The state of what follows the accumulation"
+
+
+def _vary_alike(run, keep, arrays):
+    """`run` and `keep` with results that vary over the same axes of a `shard_map`."""
+    axes = []
+
+    def note_axes(arrays):
+        new = run(arrays)
+        axes.extend(_varying(x) | _varying(y) for x, y in zip(arrays, new, strict=True))
+        return new
+
+    jax.eval_shape(note_axes, arrays)
+
+    def vary(x, axes):
+        missing = tuple(axes - _varying(x))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    def varying(branch):
+        return lambda xs: list(map(vary, branch(xs), axes))
+
+    return varying(run), varying(keep)
+
+
+def _varying(x: Any) -> frozenset:
+    return frozenset(jax.typeof(x).manual_axis_type.varying)

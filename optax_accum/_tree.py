@@ -1,0 +1,74 @@
+"""Leaves of the trees that come in as gradients, parameters and states."""
+
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+Tree = TypeVar("Tree")
+
+
+def is_none(x: Any) -> bool:
+    """For `is_leaf`: `None` in a tree of gradients marks a frozen parameter."""
+    return x is None
+
+
+def is_array(x: Any) -> bool:
+    """Whether JAX computes with this leaf; not with functions, strings and float0."""
+    if isinstance(x, bool | int | float | complex):
+        return True
+    return hasattr(x, "shape") and hasattr(x, "dtype") and x.dtype != jax.dtypes.float0
+
+
+def where_else_zero(pred: jax.Array | bool, tree: Tree) -> Tree:
+    """The tree where `pred`, else zeros; what is not an array stays."""
+    if pred is True:
+        return tree
+    return jax.tree.map(
+        lambda x: jnp.where(pred, x, jnp.zeros_like(x)) if is_array(x) else x, tree
+    )
+
+
+def like(new: Tree, old: Tree, what: str) -> Tree:
+    """`new` in the structure, the shapes and the dtypes of `old`.
+
+    Where `new` has `None`, or `old` has what is no array, `old` stays.
+
+    Args:
+      new: the tree to fit.
+      old: the tree to fit it to.
+      what: names the tree in an error.
+
+    Raises:
+      TypeError: the structures differ, or an array cannot take the other's place.
+    """
+    old_leaves, treedef = jax.tree.flatten(old, is_leaf=is_none)
+    new_leaves, new_treedef = jax.tree.flatten_with_path(new, is_leaf=is_none)
+    if new_treedef != treedef:
+        raise TypeError(
+            f"{what} must keep its structure from one micro-step to the next."
+            f"\n  before: {treedef}\n  after:  {new_treedef}"
+        )
+    return treedef.unflatten(
+        _like_leaf(path, x, y, what)
+        for (path, x), y in zip(new_leaves, old_leaves, strict=True)
+    )
+
+
+def _like_leaf(path: Any, new: Any, old: Any, what: str) -> Any:
+    if new is None or not is_array(old):
+        return old
+    if not is_array(new):
+        new_type = type(new).__name__
+    else:
+        new, old_type, new_type = jnp.asarray(new), jax.typeof(old), jax.typeof(new)
+        if new.shape == old_type.shape:
+            if new.dtype == old_type.dtype:
+                return new
+            if jnp.iscomplexobj(old) or not jnp.iscomplexobj(new):
+                return new.astype(old_type.dtype)
+    raise TypeError(
+        f"{what} must keep its shapes and dtypes from one micro-step to the next, but"
+        f" {jax.tree_util.keystr(path) or 'it'} was {jax.typeof(old)} and became"
+        f" {new_type}."
+    )

@@ -1,0 +1,62 @@
+"""What an accumulation hands to the code that finishes a micro-step."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+MicroStep = Callable[..., "Window"]
+
+
+class Window(NamedTuple):
+    """The open window after one more microbatch, before anything runs downstream.
+
+    Attributes:
+      released: does this micro-step hand a reduced gradient on? A boolean scalar, or
+        a Python `bool` where tracing can tell.
+      mean: the accumulator. It holds the reduced gradient where `released`, the sum
+        so far elsewhere.
+      tail_state: the state of everything downstream.
+      extra_args: what downstream transforms are to see of the extra arguments.
+      downstream: `(mean, tail_state, params) -> (updates, tail_state)`.
+      close: `(accumulator, tail_state) -> opt_state` at the end of the micro-step.
+    """
+
+    released: jax.Array | bool
+    mean: optax.Updates
+    tail_state: optax.OptState
+    extra_args: Mapping[str, Any]
+    downstream: Callable[..., tuple[optax.Updates, optax.OptState]]
+    close: Callable[[optax.Updates, optax.OptState], optax.OptState]
+
+
+class Accumulation(optax.GradientTransformationExtraArgs):
+    """A gradient transformation whose accumulation `chain` can see.
+
+    To Optax it is the pair `(init, update)`. `micro_step` takes the arguments of
+    `update` and stops where a release would run what is downstream, so that whoever
+    also holds the parameters can finish the step for less than `update` can.
+    """
+
+    micro_step: MicroStep
+
+    def __new__(
+        cls,
+        init: optax.TransformInitFn,
+        update: optax.TransformUpdateExtraArgsFn,
+        micro_step: MicroStep,
+    ) -> "Accumulation":
+        self = super().__new__(cls, init, update)
+        self.micro_step = micro_step
+        return self
+
+    def __reduce__(self) -> Any:
+        return _rebuild, (type(self), tuple(self), vars(self))
+
+
+def _rebuild(cls: type, pair: tuple, attributes: dict[str, Any]) -> Any:
+    """Lets `copy` and pickles of closures work, whatever `__new__` takes."""
+    self = tuple.__new__(cls, pair)
+    vars(self).update(attributes)
+    return self
