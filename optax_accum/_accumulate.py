@@ -53,7 +53,7 @@ def accumulate(
     skip: SkipFn | None = None,
     on_skip: Literal["wait", "shrink"] = "wait",
     average_args: Sequence[str] = (),
-) -> optax.GradientTransformationExtraArgs:
+) -> Accumulation:
     r"""Accumulates gradients and hands on their mean at the end of each window.
 
     In :func:`optax_accum.chain`, what follows it runs only when a window of ``every``
@@ -126,6 +126,7 @@ def accumulate(
       whole (section 3, equations 2 and 4).
     """
     every = arguments.check_every(every)
+    schedule = every if callable(every) else None
     dtype = arguments.check_dtype(dtype)
     average_args = arguments.check_average_args(average_args)
     arguments.check_choice("reduction", reduction, ("mean", "sum"))
@@ -135,8 +136,8 @@ def accumulate(
     def init_fn(params):
         start = jnp.zeros([], jnp.int32)
         acc_grads, skip_state = (), ()
-        if callable(every):
-            arguments.check_length(every(start))
+        if schedule is not None:
+            arguments.check_length(schedule(start))
         if every != 1:
             acc_grads = _zeros_like(params, lambda own: sum_dtype(own, dtype))
         if skip is not None:
@@ -147,7 +148,7 @@ def accumulate(
             acc_grads=acc_grads,
             total_weight=jnp.zeros([], float),
             released=jnp.zeros([], bool),
-            every=jnp.zeros([], jnp.int32) if callable(every) else (),
+            every=() if schedule is None else jnp.zeros([], jnp.int32),
             acc_args={name: jnp.zeros([], float) for name in average_args},
             skip_state=jax.tree.map(jnp.array, skip_state),
         )
@@ -177,9 +178,9 @@ def accumulate(
         mini_step = optax.safe_increment(state.mini_step)
         if on_skip == "wait":
             mini_step = jnp.where(accepted, mini_step, state.mini_step)
-        length = every
-        if callable(every):
-            now = arguments.check_length(every(state.gradient_step))
+        length: Any = every
+        if schedule is not None:
+            now = arguments.check_length(schedule(state.gradient_step))
             length = jnp.where(state.every == 0, now, state.every)
         closed = every == 1 or (every is not None and mini_step >= length)
         if release is not None:
@@ -228,7 +229,7 @@ def accumulate(
                 acc_grads=() if every == 1 else acc_grads,
                 total_weight=jnp.where(closed, 0, total_weight),
                 released=jnp.array(released),
-                every=jnp.where(closed, 0, length) if callable(every) else (),
+                every=() if schedule is None else jnp.where(closed, 0, length),
                 acc_args=acc_args,
                 skip_state=skip_state,
             )
@@ -304,13 +305,13 @@ def _judge(skip: SkipFn, updates: Any, state: AccumulateState, params: Any):
 
 
 def _cast_like(x: jax.Array, like: Any) -> Any:
-    """The mean of values like `like` in their dtype, which for integers is not theirs."""
+    """A mean in the dtype of what it is a mean of, unless that is an integer's."""
     if not is_array(like):
         return like
     return x.astype(like.dtype) if jnp.issubdtype(like.dtype, jnp.inexact) else x
 
 
-def _all(x: jax.Array | bool, y: jax.Array | bool) -> jax.Array | bool:
+def _all(x: Any, y: Any) -> jax.Array | bool:
     """`x and y`, a Python `bool` where one of them settles it."""
     if isinstance(x, bool):
         return y if x else False
@@ -319,7 +320,7 @@ def _all(x: jax.Array | bool, y: jax.Array | bool) -> jax.Array | bool:
     return jnp.logical_and(x, y)
 
 
-def _any(x: jax.Array | bool, y: jax.Array | bool) -> jax.Array | bool:
+def _any(x: Any, y: Any) -> jax.Array | bool:
     """`x or y`, a Python `bool` where one of them settles it."""
     if isinstance(x, bool):
         return True if x else y

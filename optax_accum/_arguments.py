@@ -2,11 +2,12 @@
 
 import operator
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
 Every = int | Callable[[jax.Array], ArrayLike] | None
@@ -15,12 +16,12 @@ Every = int | Callable[[jax.Array], ArrayLike] | None
 def check_every(every: Any, name: str = "every") -> Every:
     """An int of at least 1, a function or `None`."""
     if every is None or callable(every):
-        return every
+        return cast(Every, every)
     expected = (
-        f"{name} must be an int of at least 1, a schedule (a function from gradient_step"
-        f" to such an int) or None, got {every!r}"
+        f"{name} must be an int of at least 1, a schedule (a function from"
+        f" gradient_step to such an int) or None, got {every!r}"
     )
-    if isinstance(every, jax.core.Tracer):
+    if isinstance(every, Tracer):
         raise TypeError(
             f"{expected}, which is traced. The length of a window must be known while"
             " tracing; where it has to vary, give a schedule. Under"
@@ -40,7 +41,7 @@ def check_every(every: Any, name: str = "every") -> Every:
 def check_length(length: ArrayLike) -> jax.Array:
     """What a schedule returned, as an int32 scalar of at least 1."""
     expected = "every(gradient_step) must be a scalar number of at least 1"
-    known = not isinstance(length, jax.core.Tracer)
+    known = not isinstance(length, Tracer)
     length = _check_real_scalar(length, expected)
     if known and not length >= 1:
         raise ValueError(f"{expected}, got {length}.")
@@ -80,7 +81,9 @@ def check_skip(skip: Any, on_skip: str) -> None:
 
 
 def check_should_skip(should_skip: Any) -> None:
-    if jnp.shape(should_skip) != () or jnp.result_type(should_skip) != bool:
+    if jnp.shape(should_skip) != () or not jnp.issubdtype(
+        jnp.result_type(should_skip), jnp.bool_
+    ):
         raise TypeError(
             "skip must return a boolean scalar, and a state to keep, got"
             f" {should_skip!r} for the first."
@@ -105,14 +108,14 @@ def check_average_args(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_weight(weight: ArrayLike) -> jax.Array:
-    """A real scalar, not below 0 where that can be seen without waiting for a device."""
+    """A real scalar; below 0 is an error where no device has to be waited for."""
     expected = (
         "weight must be a real scalar, 0 or more (such as the microbatch's number of"
         " examples or tokens)"
     )
-    if isinstance(weight, int | float | np.generic | np.ndarray):
-        if np.any(np.asarray(weight) < 0):
-            raise ValueError(f"{expected}, got {weight!r}.")
+    on_host = isinstance(weight, int | float | np.generic | np.ndarray)
+    if on_host and np.any(np.asarray(weight) < 0):
+        raise ValueError(f"{expected}, got {weight!r}.")
     return _check_real_scalar(weight, expected)
 
 

@@ -14,7 +14,7 @@ from optax_accum._window import Accumulation, Window
 
 def chain(
     *transforms: optax.GradientTransformation,
-) -> optax.GradientTransformationExtraArgs:
+) -> Accumulation:
     """:func:`optax.chain`, but what follows the accumulation runs only at a release.
 
     The transforms before :func:`optax_accum.accumulate` see every microbatch. Those
@@ -54,8 +54,7 @@ def chain(
       [1. 2.] False
       [0.5 2. ] True
     """
-    at = _position_of_accumulation(transforms)
-    accumulation = transforms[at]
+    at, accumulation = _find_accumulation(transforms)
     head = [optax.with_extra_args_support(t) for t in transforms[:at]]
     tail = [optax.with_extra_args_support(t) for t in transforms[at + 1 :]]
 
@@ -131,7 +130,7 @@ def apply_gradients(
       The new ``params``, in their shapes and dtypes, and the new ``opt_state``.
 
     Raises:
-      TypeError: ``tx`` does not take the extra arguments; and what ``tx.update`` raises.
+      TypeError: ``tx`` does not take the extra arguments.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -202,13 +201,13 @@ def accumulate_states(opt_state: optax.OptState) -> list[AccumulateState]:
     return [x for x in leaves if isinstance(x, AccumulateState)]
 
 
-def _position_of_accumulation(transforms: Any) -> int:
+def _find_accumulation(transforms: Any) -> tuple[int, Accumulation]:
     for t in transforms:
         if not (callable(getattr(t, "init", None)) and hasattr(t, "update")):
             raise TypeError(
                 f"chain takes Optax transforms, got {t!r} of type {type(t).__name__}."
             )
-    found = [i for i, t in enumerate(transforms) if isinstance(t, Accumulation)]
+    found = [(i, t) for i, t in enumerate(transforms) if isinstance(t, Accumulation)]
     if len(found) != 1:
         raise ValueError(
             "chain needs exactly one accumulation among its transforms, got"

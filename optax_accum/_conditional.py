@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 import jax
 from jax import lax
+from jax.core import Tracer
 
 from optax_accum._tree import is_array, like
 
@@ -23,7 +24,7 @@ def run_if(pred: jax.Array | bool, fn: Callable[[Tree], Tree], old: Tree) -> Tre
     Raises:
       TypeError: `fn` returns another structure, or arrays that do not fit in place.
     """
-    if not isinstance(pred, jax.core.Tracer):
+    if not isinstance(pred, Tracer):
         return like(fn(old), old, _WHAT) if pred else old
 
     leaves, treedef = jax.tree.flatten(old)
@@ -35,23 +36,26 @@ def run_if(pred: jax.Array | bool, fn: Callable[[Tree], Tree], old: Tree) -> Tre
             merged[i] = x
         return treedef.unflatten(merged)
 
-    def run(arrays):
+    def replaced(arrays):
         old = merge(arrays)
         new = treedef.flatten_up_to(like(fn(old), old, _WHAT))
         return [new[i] for i in slots]
 
-    def keep(arrays):
-        return arrays
-
     arrays = [leaves[i] for i in slots]
+    branches: tuple[Any, Any] = (replaced, lambda arrays: arrays)
     if jax.sharding.get_abstract_mesh().manual_axes:
-        run, keep = _vary_alike(run, keep, arrays)
+        branches = _vary_alike(*branches, arrays)
 
     # Why two conditionals: where two results read one input (Lion's update and its
     # momentum), XLA must copy one of them, and it puts these copies in front of the
     # conditional, into every micro-step. In front of the inner one, they are made
     # only at a release.
-    return merge(lax.cond(pred, lambda xs: lax.cond(pred, run, keep, xs), keep, arrays))
+    run, keep = branches
+
+    def run_inside(arrays):
+        return lax.cond(pred, run, keep, arrays)
+
+    return merge(lax.cond(pred, run_inside, keep, arrays))
 
 
 _WHAT = "The state of what follows the accumulation"

@@ -1,7 +1,7 @@
 """The drop-in for `optax.MultiSteps`, and the way over from its checkpoints."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -87,6 +87,8 @@ class MultiSteps(Accumulation):
       [-1.  2.] True
     """
 
+    inner_opt: optax.GradientTransformationExtraArgs
+
     def __new__(
         cls,
         opt: optax.GradientTransformation,
@@ -94,7 +96,7 @@ class MultiSteps(Accumulation):
         use_grad_mean: bool = True,
         should_skip_update_fn: SkipFn | None = None,
         accumulator_dtype: DTypeLike | None = None,
-    ) -> "MultiSteps":
+    ) -> Self:
         tx = chain(
             accumulate(
                 arguments.check_every(every_k_schedule, "every_k_schedule"),
@@ -106,13 +108,15 @@ class MultiSteps(Accumulation):
         )
 
         def init_fn(params):
-            return MultiStepsState(*tx.init(params))
+            state: Any = tx.init(params)
+            return MultiStepsState(*state)
 
         def micro_step(updates, state, params=None, **extra_args):
-            window = tx.micro_step(updates, tuple(state), params, **extra_args)
+            window = tx.micro_step(updates, (*state,), params, **extra_args)
 
             def close(acc_grads, tail_state):
-                return MultiStepsState(*window.close(acc_grads, tail_state))
+                new: Any = window.close(acc_grads, tail_state)
+                return MultiStepsState(*new)
 
             return window._replace(close=close)
 
@@ -122,8 +126,6 @@ class MultiSteps(Accumulation):
         self = super().__new__(cls, init_fn, update_fn, micro_step)
         self.inner_opt = optax.with_extra_args_support(opt)
         return self
-
-    inner_opt: optax.GradientTransformationExtraArgs
 
     def has_updated(self, state: optax.OptState) -> jax.Array:
         """Boolean scalar: did the last micro-step update the parameters?"""
@@ -179,7 +181,8 @@ def from_multi_steps_state(
             f"state must be an optax.MultiStepsState, got {type(state).__name__}; a"
             " checkpoint restored as dicts has to be put into one first."
         )
-    fresh = tx.init(params)
+    mini_step, gradient_step = map(jnp.int32, (state.mini_step, state.gradient_step))
+    fresh: Any = tx.init(params)
     at = [i for i, s in enumerate(fresh) if isinstance(s, AccumulateState)]
     if not isinstance(fresh, tuple) or not at:
         raise ValueError(
@@ -187,22 +190,22 @@ def from_multi_steps_state(
             " directly in it."
         )
     head, ours, tail = fresh[: at[0]], fresh[at[0]], fresh[at[0] + 1 :]
-    if ours.acc_args and state.mini_step > 0:
+    if ours.acc_args and mini_step > 0:
         raise ValueError(
             f"tx has average_args={tuple(ours.acc_args)}, but the state is in the"
-            f" middle of a window (mini_step {state.mini_step}) and has no record of"
+            f" middle of a window (mini_step {mini_step}) and has no record of"
             " their values. Convert it at the end of a window."
         )
-    count = state.mini_step if use_grad_mean else 1
+    count = mini_step if use_grad_mean else 1
     sums = jax.tree.map(lambda mean: mean * count, state.acc_grads)
     inner = state.inner_opt_state
     inner = (inner,) if len(tail) == 1 else tuple(inner)
     ours = AccumulateState(
-        mini_step=jnp.asarray(state.mini_step, jnp.int32),
-        gradient_step=jnp.asarray(state.gradient_step, jnp.int32),
+        mini_step=mini_step,
+        gradient_step=gradient_step,
         acc_grads=like(sums, ours.acc_grads, "acc_grads"),
-        total_weight=jnp.asarray(state.mini_step, float),
-        released=(state.mini_step == 0) & (state.gradient_step > 0),
+        total_weight=mini_step.astype(float),
+        released=(mini_step == 0) & (gradient_step > 0),
         every=ours.every,
         acc_args=ours.acc_args,
         skip_state=like(state.skip_state, ours.skip_state, "skip_state"),

@@ -1,7 +1,7 @@
 """What an accumulation hands to the code that finishes a micro-step."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import optax
@@ -46,7 +46,7 @@ class Accumulation(optax.GradientTransformationExtraArgs):
         init: optax.TransformInitFn,
         update: optax.TransformUpdateExtraArgsFn,
         micro_step: MicroStep,
-    ) -> "Accumulation":
+    ) -> Self:
         self = super().__new__(cls, init, update)
         self.micro_step = micro_step
         return self
