@@ -171,7 +171,7 @@ def accumulate(
             accepted, skip_state = _judge(skip, updates, state, params)
         counted = accepted
         if weight is not None:
-            weight = arguments.check_weight(weight).astype(state.total_weight.dtype)
+            weight = arguments.check_weight(weight, state.total_weight.dtype)
             counted = _all(accepted, weight != 0)
 
         # Release or not.

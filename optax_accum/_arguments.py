@@ -41,11 +41,10 @@ def check_every(every: Any, name: str = "every") -> Every:
 def check_length(length: ArrayLike) -> jax.Array:
     """What a schedule returned, as an int32 scalar of at least 1."""
     expected = "every(gradient_step) must be a scalar number of at least 1"
-    known = not isinstance(length, Tracer)
-    length = _check_real_scalar(length, expected)
-    if known and not length >= 1:
+    checked = _check_real_scalar(length, expected)
+    if not isinstance(length, Tracer) and not np.asarray(length) >= 1:
         raise ValueError(f"{expected}, got {length}.")
-    return jnp.maximum(jnp.ceil(length), 1).astype(jnp.int32)
+    return jnp.maximum(jnp.ceil(checked), 1).astype(jnp.int32)
 
 
 def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
@@ -91,7 +90,8 @@ def check_should_skip(should_skip: Any) -> None:
 
 
 def check_average_args(names: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+    listed = isinstance(names, Sequence) and not isinstance(names, str)
+    if not listed or not all(isinstance(name, str) for name in names):
         raise TypeError(
             "average_args must be a tuple of argument names such as ('value',), got"
             f" {names!r}."
@@ -107,8 +107,12 @@ def check_average_args(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def check_weight(weight: ArrayLike) -> jax.Array:
-    """A real scalar; below 0 is an error where no device has to be waited for."""
+def check_weight(weight: ArrayLike, dtype: DTypeLike) -> jax.Array:
+    """A real scalar of at least 0 as `dtype`.
+
+    One below 0 is an error where it can be seen without waiting for a device, and NaN
+    elsewhere, which shows in the updates of its window.
+    """
     expected = (
         "weight must be a real scalar, 0 or more (such as the microbatch's number of"
         " examples or tokens)"
@@ -116,7 +120,8 @@ def check_weight(weight: ArrayLike) -> jax.Array:
     on_host = isinstance(weight, int | float | np.generic | np.ndarray)
     if on_host and np.any(np.asarray(weight) < 0):
         raise ValueError(f"{expected}, got {weight!r}.")
-    return _check_real_scalar(weight, expected)
+    checked = _check_real_scalar(weight, expected).astype(dtype)
+    return jnp.where(checked < 0, jnp.nan, checked)
 
 
 def check_release(release: ArrayLike) -> jax.Array | bool:
@@ -151,7 +156,7 @@ def _check_real_scalar(x: Any, expected: str) -> jax.Array:
 def _check_scalar(x: Any, expected: str) -> jax.Array:
     try:
         x = jnp.asarray(x)
-    except TypeError:
+    except (TypeError, ValueError):  # what jnp raises for strings, for None
         raise TypeError(f"{expected}, got {x!r}.") from None
     if x.shape != ():
         raise ValueError(f"{expected}, got {jax.typeof(x)}.")

@@ -39,11 +39,11 @@ def add(
     Args:
       acc: the sum so far.
       x: the term to add, of the shape of `acc`.
-      weight: real scalar, 1 if `None`.
+      weight: real scalar of at least 0, 1 if `None`.
       empty: overwrite `acc` in place of adding to it. Nothing then has to zero an
         accumulator before it is used again, and no NaN in it survives.
       counted: `x` is a term of the sum; else only the division takes place.
-      divisor: real scalar, 1 if `None`. Division belongs into this pass over memory:
+      divisor: positive scalar, 1 if `None`. It belongs into this pass over memory:
         XLA would not fuse it into the several readers that an optimizer is.
     """
     x = jnp.asarray(x)
@@ -56,8 +56,17 @@ def add(
     if counted is not True:
         new = jnp.where(counted, new, old)
     if divisor is not None:
-        new = _by_parts(jnp.divide, new, divisor)
+        new = _by_parts(_divide, new, divisor)
     return new.astype(acc.dtype)
+
+
+def _divide(x: jax.Array, scalar: jax.Array) -> jax.Array:
+    """`x / scalar` for a scalar that is not negative, rounded once.
+
+    XLA makes `x * (1 / scalar)` of a plain division by a broadcast scalar, and that
+    rounds twice. By a divisor that depends on the element, if only in form, it divides.
+    """
+    return x / jnp.where(x < 0, jnp.abs(scalar), scalar)
 
 
 def _by_parts(op: Callable, x: jax.Array, scalar: ArrayLike) -> jax.Array:
