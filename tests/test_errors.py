@@ -244,3 +244,10 @@ def test_a_downstream_state_that_changes_its_type_is_named(grow, words):
     tx = chain(accumulate(2), odd)
     with raises(TypeError, "what follows the accumulation", *words):
         jax.jit(tx.update)(PARAMS, tx.init(PARAMS))
+
+
+def test_a_transform_whose_state_has_no_fixed_structure_is_refused():
+    # `optax.monitor` adds its measurements in its first update.
+    tx = chain(accumulate(2), optax.monitor({"norm": optax.tree.norm}))
+    with raises(TypeError, "what follows the accumulation", "norm"):
+        jax.jit(tx.update)(PARAMS, tx.init(PARAMS))
