@@ -26,11 +26,12 @@ class Oracle:
         self.start_window()
 
     def start_window(self):
-        self.mini_step = 0
-        self.length = self.schedule(self.gradient_step)
+        self.mini_step, self.opened = 0, False
         self.grads, self.values, self.weights = [], [], []
 
     def step(self, grad, *, value=0.0, weight=1.0, release=False, skip=False):
+        if not self.opened:
+            self.length, self.opened = self.schedule(self.gradient_step), True
         if not skip or self.on_skip == "shrink":
             self.mini_step += 1
         if not skip and weight != 0:
