@@ -1,0 +1,1 @@
+"""How near to free accumulation is: `python -m benchmarks`, from a checkout."""

@@ -1,0 +1,91 @@
+"""`python -m benchmarks`, at a size where it takes seconds."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+QUICK = ["--size", "0.01", "--seconds", "0", "--rounds", "2", "--window", "2"]
+CONTENDERS = [
+    "floor",
+    "hand-over",
+    "alone",
+    "optax.MultiSteps",
+    "optax.apply_every",
+    "optax.experimental",
+    "update",
+    "apply_gradients",
+]
+
+
+def run(*options):
+    command = [sys.executable, "-W", "error", "-m", "benchmarks", *options]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_tables_json_and_plot(tmp_path):
+    numbers, picture = tmp_path / "numbers.json", tmp_path / "picture.png"
+    done = run(
+        *QUICK,
+        *("--optimizers", "sgd", "--trees", "large", "tiny"),
+        *("--json", str(numbers), "--plot", str(picture)),
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    first_line = done.stdout.splitlines()[0]
+    assert "jax" in first_line
+    assert "device" in first_line
+    for name in CONTENDERS:
+        assert done.stdout.count(f" {name} ") >= 2
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+    content = json.loads(numbers.read_text())
+    assert content["versions"].keys() >= {"jax", "optax", "python", "device_kind"}
+    assert content["options"]["window"] == 2
+    assert [table["tree"] for table in content["tables"]] == ["large", "tiny"]
+    for table in content["tables"]:
+        rows = {row["contender"]: row for row in table["rows"]}
+        assert list(rows) == CONTENDERS
+        assert rows["floor"]["between_per_floor"] == 1
+        assert rows["floor"]["release_ms"] is None
+        assert rows["alone"]["between_ms"] is None
+    measured = {target["what"]: target["met"] for target in content["targets"]}
+    assert None in measured.values()  # AdamW's
+    assert {True, False} & set(measured.values())
+
+
+def test_the_selection_keeps_what_the_others_are_measured_against(tmp_path):
+    path = tmp_path / "numbers.json"
+    done = run(
+        *QUICK,
+        *("--optimizers", "adamw", "--trees", "tiny", "--contenders", "update"),
+        *("--json", str(path)),
+    )
+    assert done.returncode == 0, done.stderr
+    (table,) = json.loads(path.read_text())["tables"]
+    rows = {row["contender"]: row for row in table["rows"]}
+    assert list(rows) == ["floor", "hand-over", "alone", "update"]
+    assert rows["update"]["mean_per_ideal"] > 0
+    assert rows["update"]["mean_per_multi_steps"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--size", "big"], ["--size", "big"]),
+        (["--window", "1"], ["--window", "2", "1"]),
+        (["--optimizers", "adam"], ["--optimizers", "adam", "adamw"]),
+        (["--trees"], ["--trees"]),
+        (["--json", "nowhere/numbers.json"], ["--json", "nowhere"]),
+    ],
+)
+def test_a_wrong_value_is_one_line_and_status_2(options, words):
+    done = run(*options)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    for word in words:
+        assert word in line
