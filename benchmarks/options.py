@@ -1,17 +1,15 @@
 """The command line."""
 
-import contextlib
-import io
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import tyro
 
 from benchmarks.contenders import CONTENDERS
 from benchmarks.optimizers import OPTIMIZERS
 from benchmarks.trees import TREES
+from optax_accum._demo import command_line
 
 if TYPE_CHECKING:
     OptimizerName = str
@@ -51,31 +49,20 @@ class Options:
 
 def read_options() -> Options:
     """The options, or one line on stderr and exit status 2."""
-    complaint = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(complaint):
-            options = tyro.cli(Options, prog="python -m benchmarks")
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-        # Tyro draws a box; what is wrong stands between its first two rules.
-        lines = [line.strip("│ ") for line in complaint.getvalue().splitlines()]
-        rules = [i for i, line in enumerate(lines) if line[:1] in "╭─╰"]
-        _fail(" ".join(lines[rules[0] + 1 : rules[1]]))
+    options = command_line.read(Options, prog="python -m benchmarks")
     for name in ("optimizers", "trees", "contenders"):
         if not getattr(options, name):
-            _fail(f"--{name} needs at least one name.")
+            command_line.fail(f"--{name} needs at least one name.")
     for name, least in {"size": 1e-3, "window": 2, "seconds": 0, "rounds": 1}.items():
         value = getattr(options, name)
         if not least <= value < float("inf"):
-            _fail(f"--{name} must be a number of at least {least}, got {value}.")
+            command_line.fail(
+                f"--{name} must be a number of at least {least}, got {value}."
+            )
     for name in ("json", "plot"):
         path = getattr(options, name)
         if path and (path.is_dir() or not path.parent.is_dir()):
-            _fail(f"--{name} must be a file in an existing folder, got {path}.")
+            command_line.fail(
+                f"--{name} must be a file in an existing folder, got {path}."
+            )
     return options
-
-
-def _fail(complaint: str) -> NoReturn:
-    print(complaint, file=sys.stderr)
-    sys.exit(2)

@@ -278,3 +278,19 @@ def test_float8_parameters_have_float32_accumulators():
     assert state[0].acc_grads.dtype == jnp.float32
     assert updates.dtype == dtype
     np.testing.assert_array_equal(updates.astype(jnp.float32), [2.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("own", "wider"), [("float32", "float64"), ("float32", "complex64")]
+)
+def test_updates_that_the_accumulator_cannot_hold_lose_nothing(own, wider):
+    with jax.enable_x64(True):
+        factor = jnp.asarray(1 / 3 + (1j if wider == "complex64" else 0), wider)
+        widen = optax.stateless(lambda updates, params: updates * factor)
+        tx = optax_accum.chain(optax_accum.accumulate(2), widen)
+        params = jnp.zeros(2, own)
+        state = tx.init(params)
+        for grads in jnp.array([[1.0, 2.0], [3.0, 4.0]], own):
+            updates, state = jax.jit(tx.update)(grads, state, params)
+        assert state[0].acc_grads.dtype == own
+        assert_trees_equal(updates, jnp.array([2.0, 3.0], own) * factor)

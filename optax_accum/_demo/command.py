@@ -1,0 +1,55 @@
+"""The demo from its options to its chart."""
+
+import sys
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from optax_accum._demo import report
+from optax_accum._demo.options import Options, read_options
+from optax_accum._demo.plot import plot
+from optax_accum._demo.text import Text, read_text
+from optax_accum._demo.train import Result, train
+
+
+def run() -> None:
+    options = read_options()
+    # In a pipe nothing says how wide a line may be.
+    console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
+    text = read_text(options.seed)
+    introduction = report.introduction(text, options)
+    console.print(introduction, end="\n\n")
+    result = _train(text, options)
+    console.print(report.table(result.runs), "")
+    console.print(report.legend(), style="dim", end="\n\n")
+    console.print(report.conclusion(result))
+    if options.plot:
+        plot(options.plot, result.runs, introduction)
+        console.print(f"Chart: {options.plot}", markup=False, soft_wrap=True)
+
+
+def _train(text: Text, options: Options) -> Result:
+    # On stderr, so that it is seen while the table goes into a pipe.
+    console = Console(stderr=True)
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    with progress:
+        task = progress.add_task("", total=1)
+
+        def say(doing: str, done: float) -> None:
+            progress.update(task, description=doing, completed=done)
+
+        return train(
+            text,
+            window=options.window,
+            microbatch_size=options.microbatch_size,
+            steps=options.steps,
+            seed=options.seed,
+            say=say,
+        )
