@@ -11,7 +11,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.contenders import ALONE, FLOOR, HAND_OVER, MULTI_STEPS, Contender
+from benchmarks.contenders import (
+    ALONE,
+    BASELINES,
+    FLOOR,
+    HAND_OVER,
+    MULTI_STEPS,
+    Contender,
+)
 from benchmarks.optimizers import OPTIMIZERS
 from benchmarks.trees import TREES, draw
 
@@ -65,6 +72,10 @@ class Runner:
     compile_s: list[float] = field(default_factory=list)
     spent_s: float = 0.0
 
+    @property
+    def baseline(self) -> bool:
+        return self.contender.name in BASELINES
+
     def compile(self, grads: Any) -> None:
         jax.clear_caches()
         start = time.perf_counter()
@@ -109,7 +120,7 @@ def measure(
     shuffle = random.Random(0)
 
     until = time.perf_counter() + seconds / 2
-    for _ in range(3):
+    for _ in range(7):
         for runner in shuffle.sample(runners, len(runners)):
             say(f"compile {runner.contender.name}")
             runner.compile(grads)
@@ -122,12 +133,14 @@ def measure(
         runner.spent_s = 0.0
 
     # All get the same time, not the same number of windows: so the quick ones, whose
-    # ratios are near 1, are measured the more precisely.
+    # ratios are near 1, are measured the more precisely. The baselines run in every
+    # round, for the ratios to be to what ran at the same time.
     share = seconds / 2 / len(runners)
     windows = []
     for i in range(rounds):
-        running = [r for r in runners if r.spent_s <= (seconds if i < 3 else share)]
-        if not running:
+        limit = seconds if i < 3 else share
+        running = [r for r in runners if r.spent_s <= limit or r.baseline]
+        if all(r.baseline for r in running):
             break
         say(f"round {i + 1}")
         windows.append(_round(running, grads, every, shuffle))
@@ -142,14 +155,17 @@ def _round(
 ) -> dict[str, Window]:
     """One window of each, side by side.
 
-    They take turns by micro-step and in an order that changes, so that none always
-    finds the caches, the heap and the clock rate as a certain other one leaves them.
+    They take turns by micro-step and in an order that changes. Before each comes a step
+    of the floor that is not timed: some leave caches and heap in a state that slows the
+    next one down, and whom they hit must not decide.
     """
+    floor = next(r for r in runners if r.contender.name == FLOOR)
     between = {r.contender.name: [] for r in runners}
     release = dict.fromkeys(between, math.nan)
     for i in range(1, every + 1):
         for runner in shuffle.sample(runners, len(runners)):
             name, step = runner.contender.name, runner.contender.step
+            floor.carry = jax.block_until_ready(floor.compiled(floor.carry, grads))
             if step == "between" or (step == "accumulating" and i < every):
                 between[name].append(runner.run(grads))
             elif i == every:
