@@ -161,3 +161,109 @@ def _check_scalar(x: Any, expected: str) -> jax.Array:
     if x.shape != ():
         raise ValueError(f"{expected}, got {jax.typeof(x)}.")
     return x
+
+
+def check_function(name: str, fun: Any) -> None:
+    if not callable(fun):
+        raise TypeError(f"{name} must be a function, got {fun!r}.")
+
+
+def check_argnums(name: str, argnums: Any) -> tuple[int, ...]:
+    """The numbers of positional arguments, as a tuple."""
+    several = isinstance(argnums, Sequence) and not isinstance(argnums, str)
+    try:
+        return tuple(map(operator.index, argnums if several else [argnums]))
+    except TypeError:
+        raise TypeError(
+            f"{name} must be an int or a tuple of ints, got {argnums!r}."
+        ) from None
+
+
+def resolve_argnums(
+    numbers: dict[str, tuple[int, ...]], args: Sequence[Any]
+) -> list[tuple[int, ...]]:
+    """The numbers counted from the front; no argument may be in two roles."""
+    roles, resolved = {}, []
+    for name, argnums in numbers.items():
+        for i in argnums:
+            if not -len(args) <= i < len(args):
+                raise ValueError(
+                    f"{name} has {i}, but the function got {len(args)} positional"
+                    " arguments."
+                )
+            if i % len(args) in roles:
+                raise ValueError(
+                    f"{name} and {roles[i % len(args)]} both have argument"
+                    f" {i % len(args)}; it can be in one of them only."
+                )
+            roles[i % len(args)] = name
+        resolved.append(tuple(i % len(args) for i in argnums))
+    return resolved
+
+
+def check_microbatches(microbatch_size: Any, num_microbatches: Any) -> None:
+    """Exactly one of the two, an int of at least 1."""
+    given = {
+        "microbatch_size": microbatch_size,
+        "num_microbatches": num_microbatches,
+    }
+    given = {name: x for name, x in given.items() if x is not None}
+    if len(given) != 1:
+        raise ValueError(
+            "Give either microbatch_size or num_microbatches, got"
+            f" {'both' if given else 'neither'}."
+        )
+    ((name, x),) = given.items()
+    if isinstance(x, bool) or not isinstance(x, int | np.integer):
+        raise TypeError(f"{name} must be an int of at least 1, got {x!r}.")
+    if x < 1:
+        raise ValueError(f"{name} must be an int of at least 1, got {x}.")
+
+
+def check_batch(batch: dict[int, Any]) -> int:
+    """The number of examples, which all arrays of a batch must agree on."""
+    sizes = {}
+    for i, tree in batch.items():
+        for path, x in jax.tree.leaves_with_path(tree):
+            name = f"argument {i}{jax.tree_util.keystr(path)}"
+            if jnp.ndim(x) == 0:
+                raise ValueError(
+                    "Each array of the batch needs the examples along its leading"
+                    f" axis, but {name} is a scalar. Are batch_argnums right?"
+                )
+            sizes[name] = jnp.shape(x)[0]
+    if not sizes or 0 in sizes.values():
+        raise ValueError(
+            f"There are no examples in the batch, arguments {sorted(batch)} by"
+            " batch_argnums."
+        )
+    if len(set(sizes.values())) > 1:
+        raise ValueError(
+            "The arrays of the batch must have as many examples each, along their"
+            f" leading axes, got {sizes}."
+        )
+    return next(iter(sizes.values()))
+
+
+def check_pair(what: str, out: Any) -> Any:
+    if not isinstance(out, tuple | list) or len(out) != 2:
+        raise TypeError(f"{what} must return a pair, got {type(out).__name__}.")
+    return out
+
+
+def check_carry(new: Any, count: int) -> None:
+    if not isinstance(new, tuple | list) or len(new) != count:
+        raise TypeError(
+            "fun must return a tuple of what it carries on, one for each of"
+            f" carry_argnums, so {count}; got {jax.tree.structure(new)}."
+        )
+
+
+def check_loss(value: Any) -> Any:
+    """A scalar; of its dtype `jax.value_and_grad` makes sure."""
+    if jnp.shape(value) != ():
+        raise ValueError(
+            f"fun must return a scalar loss, got {jax.typeof(value)}; for example the"
+            " mean over its batch."
+        )
+    return value

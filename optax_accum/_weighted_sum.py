@@ -51,17 +51,24 @@ def add(
     old, new = acc.astype(dtype), x.astype(dtype)
     if weight is not None:
         new = _by_parts(jnp.multiply, new, weight)
-    if empty is not True:
+    if empty is False:
+        new = old + new
+    elif empty is not True:
         new = jnp.where(empty, new, old + new)
     if counted is not True:
         new = jnp.where(counted, new, old)
     if divisor is not None:
-        new = _by_parts(_divide, new, divisor)
+        new = divide(new, divisor)
     return new.astype(acc.dtype)
 
 
+def divide(x: jax.Array, scalar: ArrayLike) -> jax.Array:
+    """`x / scalar` for a real scalar that is not negative, rounded once."""
+    return _by_parts(_divide, x, scalar)
+
+
 def _divide(x: jax.Array, scalar: jax.Array) -> jax.Array:
-    """`x / scalar` for a scalar that is not negative, rounded once.
+    """`x / scalar`, as it is written.
 
     XLA makes `x * (1 / scalar)` of a plain division by a broadcast scalar, and that
     rounds twice. By a divisor that depends on the element, if only in form, it divides.

@@ -1,0 +1,74 @@
+"""Cuts a batch into microbatches, and puts together again what comes of them."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+class Split(NamedTuple):
+    """How to cut: `whole` microbatches of `size` examples, then one of `rest`, if any.
+
+    A microbatch takes its examples from several blocks of the batch, equally many from
+    each, not all from one place. Of a batch that is sharded over devices each device
+    then has its part of every microbatch in its own shard, if it has whole blocks.
+    """
+
+    whole: int
+    size: int
+    rest: int
+
+    @classmethod
+    def of(cls, batch_size: int, size: int) -> "Split":
+        size = min(size, batch_size)
+        return cls(batch_size // size, size, batch_size % size)
+
+    @property
+    def microbatches(self) -> int:
+        return self.whole + (self.rest > 0)
+
+    @property
+    def blocks(self) -> int:
+        """As many as can be: into so many parts both sizes can be divided."""
+        return math.gcd(self.size, self.rest)
+
+    def full(self, batch: Any, i: Any) -> Any:
+        """The microbatch at `i`, of `size` examples, out of arrays of all of them."""
+        width = self.size // self.blocks
+
+        def take(x):
+            part = lax.dynamic_slice_in_dim(self._blocked(x), i * width, width, axis=1)
+            return part.reshape(self.size, *x.shape[1:])
+
+        return jax.tree.map(take, batch)
+
+    def last(self, batch: Any) -> Any:
+        """The microbatch of `rest` examples."""
+        width = self.rest // self.blocks
+
+        def take(x):
+            return self._blocked(x)[:, -width:].reshape(self.rest, *x.shape[1:])
+
+        return jax.tree.map(take, batch)
+
+    def join(self, full: jax.Array, last: jax.Array | None) -> jax.Array:
+        """The examples of `[whole, size, ...]` and `[rest, ...]` in their old order."""
+        shape = (self.whole, self.blocks, self.size // self.blocks, *full.shape[2:])
+        blocked = jnp.moveaxis(full.reshape(shape), 0, 1)
+        blocked = blocked.reshape(self.blocks, -1, *full.shape[2:])
+        if last is not None:
+            blocked = jnp.concatenate([blocked, self._blocked(last)], axis=1)
+        return blocked.reshape(-1, *full.shape[2:])
+
+    def _blocked(self, x: jax.Array) -> jax.Array:
+        return x.reshape(self.blocks, x.shape[0] // self.blocks, *x.shape[1:])
+
+
+def split_keys(keys: Any, n: int) -> Any:
+    """Splits each key of a pytree into `n`, along a new leading axis."""
+    # A single microbatch is the batch, and so gets what the batch would.
+    if n == 1:
+        return jax.tree.map(lambda key: key[None], keys)
+    return jax.tree.map(lambda key: jax.random.split(key, n), keys)

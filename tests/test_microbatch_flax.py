@@ -1,0 +1,112 @@
+"""Microbatches through Flax modules: NNX passed as they are, Linen by their state."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen, nnx
+from helpers import assert_trees_equal
+
+import optax_accum
+
+X = jax.random.normal(jax.random.key(0), (6, 3))
+Y = jnp.sum(X, axis=-1, keepdims=True)
+close = functools.partial(assert_trees_equal, rtol=2e-4, atol=1e-5)
+
+
+def nnx_loss(model, x, y):
+    return jnp.mean((model(x) - y) ** 2)
+
+
+class Normalised(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.BatchNorm(3, momentum=0.5, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.linear = nnx.Linear(3, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.linear(self.dropout(self.norm(x)))
+
+
+def test_an_nnx_model_gets_the_gradients_of_nnx():
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    ours = optax_accum.value_and_grad(nnx_loss, batch_argnums=(1, 2), microbatch_size=2)
+    want_value, want_grads = nnx.value_and_grad(nnx_loss)(model, X, Y)
+    for transform in (lambda f: f, nnx.jit, jax.jit):
+        value, grads = transform(ours)(model, X, Y)
+        np.testing.assert_allclose(value, want_value, rtol=1e-5)
+        close(nnx.to_pure_dict(grads), nnx.to_pure_dict(want_grads))
+
+
+def test_the_state_of_an_nnx_model_is_carried_and_updated():
+    ours = optax_accum.value_and_grad(nnx_loss, batch_argnums=(1, 2), microbatch_size=2)
+    for transform in (lambda f: f, nnx.jit):
+        model, by_hand = Normalised(nnx.Rngs(0)), Normalised(nnx.Rngs(0))
+        value, grads = transform(ours)(model, X, Y)
+        values = []
+        for i in range(3):
+            x, y = X[i::3], Y[i::3]
+            v, g = nnx.value_and_grad(nnx_loss)(by_hand, x, y)
+            values.append((v, nnx.to_pure_dict(g)))
+        want_value, want = jax.tree.map(lambda *xs: sum(xs) / 3, *values)
+        np.testing.assert_allclose(value, want_value, rtol=1e-5)
+        close(nnx.to_pure_dict(grads), want)
+        stats = nnx.state(model, nnx.BatchStat), nnx.state(by_hand, nnx.BatchStat)
+        close(*map(nnx.to_pure_dict, stats))
+        counts = nnx.state(model, nnx.RngCount), nnx.state(by_hand, nnx.RngCount)
+        assert_trees_equal(*map(nnx.to_pure_dict, counts))
+
+
+def test_it_trains_with_the_optimizer_of_nnx():
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+    fun = optax_accum.value_and_grad(nnx_loss, batch_argnums=(1, 2), num_microbatches=3)
+
+    @nnx.jit
+    def train_step(model, optimizer):
+        value, grads = fun(model, X, Y)
+        optimizer.update(model, grads)
+        return value
+
+    values = [train_step(model, optimizer) for _ in range(20)]
+    assert values[-1] < 0.2 * values[0]
+
+
+def test_the_batch_statistics_of_linen_are_carried():
+    class Model(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            x = linen.BatchNorm(use_running_average=False, momentum=0.5)(x)
+            return linen.Dense(1)(x)
+
+    model = Model()
+    variables = model.init(jax.random.key(0), X)
+
+    def loss_fn(params, batch_stats, x, y):
+        variables = {"params": params, "batch_stats": batch_stats}
+        out, new = model.apply(variables, x, mutable=["batch_stats"])
+        return jnp.mean((out - y) ** 2), (new["batch_stats"], {"out": out})
+
+    ours = optax_accum.value_and_grad(
+        loss_fn,
+        has_aux=True,
+        batch_argnums=(2, 3),
+        carry_argnums=1,
+        microbatch_size=2,
+        aux="stack",
+    )
+    stats = variables["batch_stats"]
+    (value, (got, aux)), grads = jax.jit(ours)(variables["params"], stats, X, Y)
+    parts = []
+    for i in range(3):
+        part = jax.value_and_grad(loss_fn, has_aux=True)
+        part = part(variables["params"], stats, X[i::3], Y[i::3])
+        stats = part[0][1][0]
+        parts.append(part)
+    close(got, stats)
+    mean = jax.tree.map(lambda *xs: sum(xs) / 3, *[(p[0][0], p[1]) for p in parts])
+    close((value, grads), mean)
+    for i in range(3):
+        close(aux["out"][i::3], parts[i][0][1][1]["out"])
