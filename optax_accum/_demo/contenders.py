@@ -9,6 +9,7 @@ import optax
 
 import optax_accum
 from optax_accum._demo.model import Loss
+from optax_accum._demo.text import count_tokens
 
 # The state follows the parameters, and both come back in that order: JAX gives a
 # donated buffer to the first output of its shape, and so each goes back into its own.
@@ -79,6 +80,22 @@ def _without_weight(loss_fn, optimizer, window):
     return tx.init, step
 
 
+def _value_and_grad(loss_fn, optimizer, window):
+    loss_and_grad = optax_accum.value_and_grad(
+        loss_fn,
+        has_aux=True,
+        num_microbatches=window,
+        weight=lambda params, rows: count_tokens(rows),
+    )
+
+    def step(params, opt_state, rows):
+        (loss, _), grads = loss_and_grad(params, rows)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    return optimizer.init, step
+
+
 def _update_step(loss_fn, tx):
     def step(params, opt_state, rows):
         (loss, _), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, rows)
@@ -113,6 +130,12 @@ CONTENDERS = (
         by_microbatch=True,
         weighted=True,
         build=_apply_gradients,
+    ),
+    Contender(
+        "value_and_grad, weight=tokens",
+        by_microbatch=False,
+        weighted=True,
+        build=_value_and_grad,
     ),
     Contender(
         "apply_gradients, no weight",

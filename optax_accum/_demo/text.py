@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 from pydoc_data.topics import topics
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -59,8 +59,8 @@ def windows(
         queue = queue[size:]
 
 
-def count_tokens(rows: np.ndarray) -> np.ndarray:
-    """How many tokens each batch of rows has to predict, without the padding."""
+def count_tokens(rows: Any) -> Any:
+    """How many tokens each batch of rows, of NumPy or JAX, has to predict."""
     return (rows[..., 1:] != PADDING).sum(axis=(-2, -1))
 
 
