@@ -8,6 +8,7 @@ from jax import lax
 from jax.core import Tracer
 
 from optax_accum._tree import is_array, like
+from optax_accum._varying import axes_of, vary
 
 Tree = TypeVar("Tree")
 
@@ -67,20 +68,12 @@ def _vary_alike(run, keep, arrays):
 
     def note_axes(arrays):
         new = run(arrays)
-        axes.extend(_varying(x) | _varying(y) for x, y in zip(arrays, new, strict=True))
+        axes.extend(axes_of(x) | axes_of(y) for x, y in zip(arrays, new, strict=True))
         return new
 
     jax.eval_shape(note_axes, arrays)
-
-    def vary(x, axes):
-        missing = tuple(axes - _varying(x))
-        return lax.pcast(x, missing, to="varying") if missing else x
 
     def varying(branch):
         return lambda xs: list(map(vary, branch(xs), axes))
 
     return varying(run), varying(keep)
-
-
-def _varying(x: Any) -> frozenset:
-    return frozenset(jax.typeof(x).manual_axis_type.varying)

@@ -15,6 +15,7 @@ from optax_accum._accumulate import SkipFn
 from optax_accum._nnx import Modules
 from optax_accum._split import Split, split_keys
 from optax_accum._tree import like
+from optax_accum._varying import vary_as_carry
 from optax_accum._weighted_sum import add, divide, sum_dtype
 
 AUX = ("mean", "sum", "stack", "last")
@@ -205,6 +206,7 @@ def value_and_grad(
             stacks = [x[None] for x in stacks]
         else:
             xs = jnp.arange(split.whole), key(slice(split.whole))
+            sums = vary_as_carry(step, sums, (0, key(0)))
             sums, stacks = lax.scan(step, sums, xs)
         rests = [None] * len(stacks)
         if split.rest:
@@ -288,12 +290,12 @@ class _Slot(NamedTuple):
     """What becomes of one array that each microbatch gives: value, gradient or aux."""
 
     mode: str
-    shape: tuple[int, ...]
+    type: Any
     sum_dtype: jnp.dtype
     dtype: jnp.dtype
 
     @classmethod
-    def of(cls, mode: str, x: jax.Array, given: DTypeLike | None = None) -> "_Slot":
+    def of(cls, mode: str, x: Any, given: DTypeLike | None = None) -> "_Slot":
         inexact = jnp.issubdtype(x.dtype, jnp.inexact)
         wide = sum_dtype(x.dtype, given)
         if mode == "sum" and not inexact:  # whole numbers stay whole
@@ -301,12 +303,12 @@ class _Slot(NamedTuple):
         elif mode in ("last", "stack"):
             wide = x.dtype
         own = x.dtype if inexact and given is None else wide
-        return cls(mode, x.shape, wide, own)
+        return cls(mode, x, wide, own)
 
     def zeros(self) -> Any:
         if self.mode == "stack":
             return ()
-        return jnp.zeros(self.shape, self.sum_dtype)
+        return lax.full(self.type.shape, 0, self.sum_dtype, sharding=self.type.sharding)
 
     def add(
         self, acc: Any, x: jax.Array, weight: Any, empty: bool, counted: Any
@@ -327,12 +329,15 @@ class _Slot(NamedTuple):
 
 def _slots(one, split, batch, keys, carry, aux, dtype) -> tuple[list[_Slot], Any]:
     """A slot for each array in value, gradients and aux; and how they are nested."""
+    noted = []
 
     def first(batch, keys, carry):
         keys = jax.tree.map(lambda x: x[0], keys)
-        return one(split.full(batch, 0), keys, carry).out
+        part = one(split.full(batch, 0), keys, carry)
+        noted.append(jax.tree.map(jax.typeof, part.out))
 
-    value, grads, out = types = jax.eval_shape(first, batch, keys, carry)
+    jax.eval_shape(first, batch, keys, carry)
+    value, grads, out = types = noted[0]
     try:
         modes = jax.tree.map(lambda mode, x: jax.tree.map(lambda _: mode, x), aux, out)
     except ValueError:

@@ -10,7 +10,8 @@ import pytest
 from helpers import assert_trees_equal
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import optax_accum
 
@@ -341,12 +342,13 @@ def test_it_is_compiled_once_for_any_number_of_microbatches():
 COLLECTIVES = ("all-to-all", "collective-permute", "all-gather")
 
 
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize(("batch_size", "size"), [(16, 4), (16, 2), (20, 8), (6, 8)])
-def test_a_sharded_batch_stays_where_it_is(batch_size, size):
-    mesh = jax.make_mesh((2,), ("data",))
-    sharding = NamedSharding(mesh, PartitionSpec("data"))
+def test_a_sharded_batch_stays_where_it_is(batch_size, size, axis_type):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,))
+    sharding = NamedSharding(mesh, P("data"))
     batch = jax.device_put(draw(batch_size), sharding)
-    params = jax.device_put(PARAMS, NamedSharding(mesh, PartitionSpec()))
+    params = jax.device_put(PARAMS, NamedSharding(mesh, P()))
     modes = {"mean": "mean", "sum": "sum", "stack": "stack", "last": "last"}
     ours = optax_accum.value_and_grad(
         with_aux, has_aux=True, microbatch_size=size, aux=modes
@@ -361,6 +363,41 @@ def test_a_sharded_batch_stays_where_it_is(batch_size, size):
     assert aux["stack"].sharding.is_equivalent_to(sharding, 2)
     np.testing.assert_allclose(aux["stack"], want["stack"], rtol=1e-5)
     close((value, grads), (want_value, want_grads))
+
+
+def test_explicitly_sharded_parameters_keep_their_layout():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        params = jax.device_put(jnp.ones((4, 2)), NamedSharding(mesh, P("data")))
+        x = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, P("data")))
+        ours = optax_accum.grad(
+            lambda w, x: jnp.mean(x) * jnp.sum(w**2), microbatch_size=2
+        )
+        grads = jax.jit(ours)(params, x)
+        assert jax.typeof(grads).sharding == jax.typeof(params).sharding
+    np.testing.assert_allclose(grads, np.full((4, 2), 7.0))
+
+
+@pytest.mark.parametrize("weight", [None, count])
+def test_inside_shard_map_each_device_has_its_own_mean(weight):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    fun = loss_fn if weight is None else masked_loss
+    ours = optax_accum.value_and_grad(fun, microbatch_size=2, weight=weight)
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data")
+    )
+    def on_each(params, batch):
+        params = jax.lax.pcast(params, "data", to="varying")
+        return jax.tree.map(lambda x: x[None], ours(params, batch))
+
+    batch = draw(10)
+    got = on_each(PARAMS, batch)
+    for i in range(2):
+        half = jax.tree.map(lambda x, i=i: x[5 * i : 5 * i + 5], batch)
+        want = jax.value_and_grad(fun)(PARAMS, half)
+        close(jax.tree.map(lambda x, i=i: x[i], got), want)
 
 
 # Errors.
