@@ -158,6 +158,7 @@ def accumulate(
     def micro_step(
         updates, state, params=None, *, weight=None, release=None, **extra_args
     ):
+        _check_state(state, schedule, average_args)
         leaves, treedef = jax.tree.flatten(updates, is_leaf=is_none)
         grads = [jnp.asarray(g) if is_array(g) else g for g in leaves]
         if every == 1:
@@ -244,6 +245,25 @@ def accumulate(
     return Accumulation(init_fn, update_fn, micro_step)
 
 
+def _check_state(state: Any, schedule: Any, average_args: Sequence[str]) -> None:
+    if not isinstance(state, AccumulateState):
+        raise TypeError(
+            "The state of accumulate must be an AccumulateState, as from init, got"
+            f" {type(state).__name__}."
+        )
+    fits = {
+        "every": isinstance(state.every, tuple) == (schedule is None),
+        "average_args": set(state.acc_args) == set(average_args),
+    }
+    for name in fits:
+        if not fits[name]:
+            raise ValueError(
+                f"The state is from an accumulate with another {name}: it has no place"
+                " for the length of a window that a schedule gives, or for what is"
+                " averaged. Start from init and copy over what is to stay."
+            )
+
+
 def _zeros_like(tree: Any, dtype_fn: Callable[[DTypeLike], DTypeLike]) -> Any:
     """Zeros, laid out over devices like the tree; `None` for what is not an array."""
 
@@ -261,11 +281,14 @@ def _matching(acc_grads: Any, updates: Any, dtype: DTypeLike | None) -> list[Any
     grads, grad_def = jax.tree.flatten_with_path(updates, is_leaf=is_none)
     if acc_def != grad_def:
         name = jax.tree_util.keystr
-        odd = [name(p) for p in dict(grads).keys() - dict(accs).keys()]
-        missing = [name(p) for p in dict(accs).keys() - dict(grads).keys()]
+        odd = sorted(name(p) for p in dict(grads).keys() - dict(accs).keys())
+        missing = sorted(name(p) for p in dict(accs).keys() - dict(grads).keys())
+        differs = f"unexpected: {odd}, missing: {missing}"
+        if not odd and not missing:
+            differs = "the names are the same, but the containers are of other types"
         raise ValueError(
             "The gradients must have the structure of the parameters given to init;"
-            f" unexpected: {sorted(odd)}, missing: {sorted(missing)}."
+            f" {differs}."
             f"\n  parameters: {acc_def}\n  gradients:  {grad_def}"
         )
     for (path, acc), (_, g) in zip(accs, grads, strict=True):

@@ -110,16 +110,18 @@ def check_average_args(names: Sequence[str]) -> tuple[str, ...]:
 def check_weight(weight: ArrayLike, dtype: DTypeLike) -> jax.Array:
     """A real scalar of at least 0 as `dtype`.
 
-    One below 0 is an error where it can be seen without waiting for a device, and NaN
-    elsewhere, which shows in the updates of its window.
+    One below 0 or not finite is an error where it can be seen without waiting for a
+    device. Elsewhere it is NaN, or makes NaN, in the updates of its window.
     """
     expected = (
-        "weight must be a real scalar, 0 or more (such as the microbatch's number of"
-        " examples or tokens)"
+        "weight must be a finite real scalar, 0 or more (such as the microbatch's"
+        " number of examples or tokens)"
     )
     on_host = isinstance(weight, int | float | np.generic | np.ndarray)
-    if on_host and np.any(np.asarray(weight) < 0):
-        raise ValueError(f"{expected}, got {weight!r}.")
+    if on_host and np.asarray(weight).dtype.kind in "iuf":
+        good = np.isfinite(weight) & (np.asarray(weight) >= 0)
+        if not np.all(good):
+            raise ValueError(f"{expected}, got {weight!r}.")
     checked = _check_real_scalar(weight, expected).astype(dtype)
     return jnp.where(checked < 0, jnp.nan, checked)
 

@@ -68,11 +68,7 @@ def chain(
         return state
 
     def micro_step(updates, state, params=None, **extra_args):
-        if len(state) != len(transforms):
-            raise ValueError(
-                f"The chain has {len(transforms)} transforms but the state"
-                f" {len(state)} entries; was it made by this chain's init?"
-            )
+        _check_state(state, len(transforms))
         head_state = []
         theirs = {k: v for k, v in extra_args.items() if k not in ("weight", "release")}
         for t, s in zip(head, state[:at], strict=True):
@@ -130,7 +126,8 @@ def apply_gradients(
       The new ``params``, in their shapes and dtypes, and the new ``opt_state``.
 
     Raises:
-      TypeError: ``tx`` does not take the extra arguments.
+      TypeError: ``opt_state`` is not a state of ``tx``; or there is a ``weight`` or a
+        ``release``, and no accumulation in ``tx`` to read it.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -146,6 +143,7 @@ def apply_gradients(
       [0. 2.]
     """
     if not isinstance(tx, Accumulation):
+        _check_someone_reads(extra_args, opt_state)
         updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
         return _apply(params, updates), opt_state
 
@@ -208,13 +206,43 @@ def _find_accumulation(transforms: Any) -> tuple[int, Accumulation]:
                 f"chain takes Optax transforms, got {t!r} of type {type(t).__name__}."
             )
     found = [(i, t) for i, t in enumerate(transforms) if isinstance(t, Accumulation)]
-    if len(found) != 1:
+    if not found:
+        raise ValueError(
+            "chain needs exactly one accumulation among its transforms, got 0. Give it"
+            " optax_accum.accumulate(...) directly: inside another transform, such as"
+            " optax.chain or optax.masked, it cannot be seen."
+        )
+    if len(found) > 1:
         raise ValueError(
             "chain needs exactly one accumulation among its transforms, got"
-            f" {len(found)}. Give it one optax_accum.accumulate(...), directly: inside"
-            " another transform (optax.chain, optax.masked) it cannot be seen."
+            f" {len(found)} (MultiSteps and a chain are one each). Their windows would"
+            " multiply; keep one."
         )
     return found[0]
+
+
+def _check_someone_reads(extra_args: dict[str, Any], opt_state: optax.OptState) -> None:
+    """Optax's transforms ignore what they do not know; a weight lost is an error."""
+    lost = sorted({"weight", "release"} & extra_args.keys())
+    if lost and not accumulate_states(opt_state):
+        raise TypeError(
+            f"{lost[0]} is for an accumulation, but there is none in tx. Chain"
+            " optax_accum.accumulate(...) in front of the optimizer."
+        )
+
+
+def _check_state(state: Any, length: int) -> None:
+    if isinstance(state, optax.MultiStepsState):
+        raise TypeError(
+            "The state is one of optax.MultiSteps; from_multi_steps_state makes one of"
+            " this library from it."
+        )
+    if not isinstance(state, tuple) or len(state) != length:
+        raise TypeError(
+            f"The state must be a tuple of {length}, as from init of this chain, got"
+            f" {jax.tree.structure(state)}. (The order is tx, grads, opt_state, params"
+            " in apply_gradients.)"
+        )
 
 
 def finish(

@@ -112,7 +112,9 @@ class MultiSteps(Accumulation):
             return MultiStepsState(*state)
 
         def micro_step(updates, state, params=None, **extra_args):
-            window = tx.micro_step(updates, (*state,), params, **extra_args)
+            # Another type of state is left for the chain to refuse.
+            ours = (*state,) if isinstance(state, MultiStepsState) else state
+            window = tx.micro_step(updates, ours, params, **extra_args)
 
             def close(acc_grads, tail_state):
                 new: Any = window.close(acc_grads, tail_state)

@@ -46,8 +46,8 @@ def like(new: Tree, old: Tree, what: str) -> Tree:
     new_leaves, new_treedef = jax.tree.flatten_with_path(new, is_leaf=is_none)
     if new_treedef != treedef:
         raise TypeError(
-            f"{what} must keep its structure from one micro-step to the next."
-            f"\n  before: {treedef}\n  after:  {new_treedef}"
+            f"{what} must have the structure of what it replaces."
+            f"\n  it has:      {new_treedef}\n  it replaces: {treedef}"
         )
     return treedef.unflatten(
         _like_leaf(path, x, y, what)
@@ -68,7 +68,6 @@ def _like_leaf(path: Any, new: Any, old: Any, what: str) -> Any:
             if jnp.iscomplexobj(old) or not jnp.iscomplexobj(new):
                 return new.astype(old_type.dtype)
     raise TypeError(
-        f"{what} must keep its shapes and dtypes from one micro-step to the next, but"
-        f" {jax.tree_util.keystr(path) or 'it'} was {jax.typeof(old)} and became"
-        f" {new_type}."
+        f"{what} must have the shapes and dtypes of what it replaces, but"
+        f" {jax.tree_util.keystr(path) or 'it'} is {new_type} for {jax.typeof(old)}."
     )

@@ -178,7 +178,7 @@ def test_what_cannot_be_taken_over_is_said():
     convert = optax_accum.from_multi_steps_state
     with pytest.raises(TypeError, match=r"optax\.MultiStepsState, got dict"):
         convert({"mini_step": 0}, optax_accum.MultiSteps(optax.adam(0.1), 2), PARAMS)
-    with pytest.raises(TypeError, match="inner_opt_state must keep its structure"):
+    with pytest.raises(TypeError, match="inner_opt_state must have the structure"):
         convert(state, optax_accum.MultiSteps(optax.lion(0.1), 2), PARAMS)
     with pytest.raises(ValueError, match="tx must be a MultiSteps"):
         convert(state, optax.adam(0.1), PARAMS)

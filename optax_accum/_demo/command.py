@@ -2,10 +2,11 @@
 
 import sys
 
+import jax
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from optax_accum._demo import report
+from optax_accum._demo import command_line, report
 from optax_accum._demo.options import Options, read_options
 from optax_accum._demo.plot import plot
 from optax_accum._demo.text import Text, read_text
@@ -45,11 +46,19 @@ def _train(text: Text, options: Options) -> Result:
         def say(doing: str, done: float) -> None:
             progress.update(task, description=doing, completed=done)
 
-        return train(
-            text,
-            window=options.window,
-            microbatch_size=options.microbatch_size,
-            steps=options.steps,
-            seed=options.seed,
-            say=say,
-        )
+        try:
+            return train(
+                text,
+                window=options.window,
+                microbatch_size=options.microbatch_size,
+                steps=options.steps,
+                seed=options.seed,
+                say=say,
+            )
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+    command_line.fail(
+        "The large batch does not fit in memory; give a smaller --window or"
+        " --microbatch-size."
+    )
