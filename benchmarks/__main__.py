@@ -6,6 +6,7 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from benchmarks import microbatches
 from benchmarks.contenders import BASELINES, CONTENDERS
 from benchmarks.measure import measure
 from benchmarks.options import read_options
@@ -15,6 +16,13 @@ from benchmarks.targets import TARGETS, judge
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["microbatches"]:
+        microbatches.main(sys.argv[2:])
+    else:
+        accumulation()
+
+
+def accumulation() -> None:
     options = read_options()
     # In a pipe nothing says how wide a line may be, and the tables are wide.
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)

@@ -24,7 +24,9 @@ else:
 
 @dataclass(frozen=True)
 class Options:
-    """Measures gradient accumulation against its floor and its peers."""
+    """Measures gradient accumulation against its floor and its peers.
+
+    `python -m benchmarks microbatches` measures `value_and_grad`."""
 
     optimizers: tuple[OptimizerName, ...] = tuple(OPTIMIZERS)
     """What to accumulate for."""

@@ -89,3 +89,14 @@ def test_a_wrong_value_is_one_line_and_status_2(options, words):
     (line,) = done.stderr.splitlines()
     for word in words:
         assert word in line
+
+
+def test_microbatches():
+    sizes = ("--batch-size", "4", "--microbatches", "2", "--rounds", "2")
+    done = run("microbatches", *sizes)
+    assert done.returncode == 0, done.stderr
+    for name in ("the whole batch", "scan by hand", "optax.microb", "optax_accum"):
+        assert done.stdout.count(name) >= 2
+    done = run("microbatches", "--batch-size", "5", "--microbatches", "2")
+    assert done.returncode == 2
+    assert "--microbatches" in done.stderr

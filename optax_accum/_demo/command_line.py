@@ -14,12 +14,15 @@ USAGE_ERROR = 2
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def read(options: type[T], prog: str) -> T:
-    """The dataclass `options`, filled in by `tyro.cli`; exits where that cannot be."""
+def read(options: type[T], prog: str, args: list[str] | None = None) -> T:
+    """The dataclass `options`, filled in by `tyro.cli`; exits where that cannot be.
+
+    By default from `sys.argv`.
+    """
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
-            return tyro.cli(options, prog=prog)
+            return tyro.cli(options, prog=prog, args=args)
     except SystemExit as stop:
         if not stop.code:
             raise
