@@ -44,8 +44,10 @@ close = functools.partial(assert_trees_equal, rtol=1e-5, atol=1e-6)
 @pytest.mark.parametrize(
     "every", [1, 3, lambda step: step + 1], ids=["1", "3", "schedule"]
 )
-@pytest.mark.parametrize("use_grad_mean", [True, False])
-@pytest.mark.parametrize("skip", [None, optax.skip_not_finite])
+@pytest.mark.parametrize(
+    ("use_grad_mean", "skip"),
+    [(True, None), (False, None), (True, optax.skip_not_finite)],
+)
 def test_agrees_with_optax(every, use_grad_mean, skip):
     args = (optax.adamw(0.1), every, use_grad_mean, skip)
     ours, optaxs = optax_accum.MultiSteps(*args), optax.MultiSteps(*args)
@@ -146,7 +148,7 @@ def test_a_state_of_optax_finishes_its_window_here(every, mean):
     old = optax.MultiSteps(OPT, every, mean)
     want, _ = train(old, grads)
     targets = [target(every, mean) for target in TARGETS.values()]
-    for new, taken in itertools.product(targets, range(6)):
+    for new, taken in itertools.product(targets, (0, 2, 3, 4)):
         params, old_state = train(old, grads[:taken])
         state = optax_accum.from_multi_steps_state(
             old_state, new, params, use_grad_mean=mean

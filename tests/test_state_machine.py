@@ -119,6 +119,6 @@ class Training(RuleBasedStateMachine):
 
 
 Training.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=30, deadline=None, derandomize=True
+    max_examples=25, stateful_step_count=30, deadline=None, derandomize=True
 )
 TestTraining = Training.TestCase
