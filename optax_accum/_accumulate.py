@@ -158,7 +158,7 @@ def accumulate(
     def micro_step(
         updates, state, params=None, *, weight=None, release=None, **extra_args
     ):
-        _check_state(state, schedule, average_args)
+        _check_state(state, every, average_args)
         leaves, treedef = jax.tree.flatten(updates, is_leaf=is_none)
         grads = [jnp.asarray(g) if is_array(g) else g for g in leaves]
         if every == 1:
@@ -173,7 +173,9 @@ def accumulate(
         counted = accepted
         if weight is not None:
             weight = arguments.check_weight(weight, state.total_weight.dtype)
-            counted = _all(accepted, weight != 0)
+            if accepted is not True:
+                weight = jnp.where(accepted, weight, 0)
+            counted = weight != 0
 
         # Release or not.
         mini_step = optax.safe_increment(state.mini_step)
@@ -245,22 +247,23 @@ def accumulate(
     return Accumulation(init_fn, update_fn, micro_step)
 
 
-def _check_state(state: Any, schedule: Any, average_args: Sequence[str]) -> None:
+def _check_state(state: Any, every: Any, average_args: Sequence[str]) -> None:
     if not isinstance(state, AccumulateState):
         raise TypeError(
             "The state of accumulate must be an AccumulateState, as from init, got"
             f" {type(state).__name__}."
         )
+    scheduled, has_acc = callable(every), bool(jax.tree.leaves(state.acc_grads))
     fits = {
-        "every": isinstance(state.every, tuple) == (schedule is None),
+        "every": isinstance(state.every, tuple) != scheduled
+        and not (has_acc and every == 1),
         "average_args": set(state.acc_args) == set(average_args),
     }
     for name in fits:
         if not fits[name]:
             raise ValueError(
-                f"The state is from an accumulate with another {name}: it has no place"
-                " for the length of a window that a schedule gives, or for what is"
-                " averaged. Start from init and copy over what is to stay."
+                f"The state is from an accumulate with another {name}, and its"
+                " structure is another. Start from init and copy over what is to stay."
             )
 
 
@@ -293,7 +296,7 @@ def _matching(acc_grads: Any, updates: Any, dtype: DTypeLike | None) -> list[Any
         )
     for (path, acc), (_, g) in zip(accs, grads, strict=True):
         if is_array(g):
-            _check_fits(jax.tree_util.keystr(path), acc, g, dtype)
+            _check_fits(jax.tree_util.keystr(path) or "the root", acc, g, dtype)
     return [acc for _, acc in accs]
 
 
@@ -304,6 +307,7 @@ def _check_fits(name: str, acc: Any, g: Any, dtype: DTypeLike | None) -> None:
             f"There is a gradient {grad_type} at {name}, where the parameters given to"
             " init have nothing to train."
         )
+    _check_layout(name, jax.typeof(acc), grad_type)
     if jnp.shape(g) != acc.shape:
         raise ValueError(
             "The gradients must have the shapes of the parameters given to init; at"
@@ -318,10 +322,21 @@ def _check_fits(name: str, acc: Any, g: Any, dtype: DTypeLike | None) -> None:
         )
 
 
+def _check_layout(name: str, acc: Any, g: Any) -> None:
+    """That both are laid out alike, which an explicit mesh makes part of the type."""
+    meshes = acc.sharding.mesh, g.sharding.mesh
+    if not any(mesh.empty for mesh in meshes) and acc.sharding != g.sharding:
+        raise ValueError(
+            f"The gradient at {name} is {g}, its accumulator {acc}, as the parameter"
+            " given to init. Use jax.sharding.reshard to lay the gradient out alike."
+        )
+
+
 def _judge(skip: SkipFn, updates: Any, state: AccumulateState, params: Any):
     """Whether to accept a microbatch, and the state that `skip` returns with it."""
     updates = jax.tree.map(lambda g: g if is_array(g) else None, updates)
-    should_skip, skip_state = skip(updates, state.gradient_step, params)
+    verdict = skip(updates, state.gradient_step, params)
+    should_skip, skip_state = arguments.check_pair("skip", verdict)
     arguments.check_should_skip(should_skip)
     skip_state = like(skip_state, state.skip_state, "The state that skip returns")
     return jnp.logical_not(should_skip), skip_state

@@ -10,6 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
+LARGEST = 2**31 - 1
 Every = int | Callable[[jax.Array], ArrayLike] | None
 
 
@@ -33,8 +34,8 @@ def check_every(every: Any, name: str = "every") -> Every:
         value = operator.index(every)
     except TypeError:
         raise TypeError(f"{expected} of type {type(every).__name__}.") from None
-    if value < 1:
-        raise ValueError(f"{expected}.")
+    if not 1 <= value <= LARGEST:
+        raise ValueError(f"{expected}. The largest is {LARGEST}.")
     return value
 
 
@@ -44,7 +45,10 @@ def check_length(length: ArrayLike) -> jax.Array:
     checked = _check_real_scalar(length, expected)
     if not isinstance(length, Tracer) and not np.asarray(length) >= 1:
         raise ValueError(f"{expected}, got {length}.")
-    return jnp.maximum(jnp.ceil(checked), 1).astype(jnp.int32)
+    if jnp.issubdtype(checked.dtype, jnp.inexact):
+        # Up, but not by the last digit, in which jitted and eager schedules differ.
+        checked = jnp.ceil(checked - jnp.minimum(1e-6 * checked, 0.5))
+    return jnp.maximum(checked, 1).astype(jnp.int32)
 
 
 def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
@@ -58,15 +62,15 @@ def check_dtype(dtype: DTypeLike | None, name: str = "dtype") -> jnp.dtype | Non
     if dtype is None:
         return None
     try:
-        dtype = jnp.dtype(dtype)
+        known = jnp.dtype(dtype)
     except TypeError:
-        dtype = None
-    if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+        known = None
+    if known is None or not jnp.issubdtype(known, jnp.inexact):
         raise TypeError(
             f"{name} must be a floating dtype such as jnp.float32, or None, got"
             f" {dtype!r}."
         )
-    return jnp.dtype(jnp.finfo(dtype).dtype)
+    return jnp.dtype(jnp.finfo(known).dtype)
 
 
 def check_skip(skip: Any, on_skip: str) -> None:
@@ -156,6 +160,10 @@ def _check_real_scalar(x: Any, expected: str) -> jax.Array:
 
 
 def _check_scalar(x: Any, expected: str) -> jax.Array:
+    if isinstance(x, np.ndarray) and x.ndim == 0:
+        x = x[()]
+    if isinstance(x, int | np.integer) and not -LARGEST <= x <= LARGEST:
+        x = float(x)  # JAX would wrap it around
     try:
         x = jnp.asarray(x)
     except (TypeError, ValueError):  # what jnp raises for strings, for None

@@ -9,6 +9,7 @@ import optax
 from optax_accum._accumulate import AccumulateState
 from optax_accum._conditional import run_if
 from optax_accum._tree import is_array, is_none, where_else_zero
+from optax_accum._varying import axes_of, zeros_of
 from optax_accum._window import Accumulation, Window
 
 
@@ -261,7 +262,7 @@ def finish(
         if treedef == acc_def and _can_carry(accs[i], u):
             carried.add(i)
         elif is_array(u):
-            own[i] = jnp.zeros(u.shape, u.dtype)
+            own[i] = zeros_of(u)
 
     def release(buffers):
         mean, own, tail_state = buffers
@@ -302,7 +303,12 @@ def _can_carry(acc: Any, update: Any) -> bool:
     """Whether an accumulator leaf can hold an update without losing anything."""
     if not (is_array(acc) and is_array(update)) or acc.shape != update.shape:
         return False
-    if jnp.iscomplexobj(acc) != jnp.issubdtype(update.dtype, jnp.complexfloating):
+    acc = jax.typeof(acc)
+    if acc.sharding != update.sharding or axes_of(acc) != axes_of(update):
+        return False
+    if jnp.issubdtype(acc.dtype, jnp.complexfloating) != jnp.issubdtype(
+        update.dtype, jnp.complexfloating
+    ):
         return False
     wide = acc.dtype in (jnp.float32, jnp.float64, jnp.complex64, jnp.complex128)
     return (

@@ -15,7 +15,7 @@ from optax_accum._accumulate import SkipFn
 from optax_accum._nnx import Modules
 from optax_accum._split import Split, split_keys
 from optax_accum._tree import like
-from optax_accum._varying import vary_as_carry
+from optax_accum._varying import vary_as_carry, zeros_of
 from optax_accum._weighted_sum import add, divide, sum_dtype
 
 AUX = ("mean", "sum", "stack", "last")
@@ -169,15 +169,17 @@ def value_and_grad(
             if isinstance(argnums, int):
                 (params,), (grads,) = params, grads
             counts, counted = None, None
+            if skip is not None:
+                verdict = skip(grads, jnp.zeros([], jnp.int32), params)
+                skipped, _ = arguments.check_pair("skip", verdict)
+                arguments.check_should_skip(skipped)
+                counted = jnp.logical_not(skipped)
             if weight is not None:
                 here, _ = modules.merge(inputs, module_state)
                 counts = arguments.check_weight(weight(*here, **kwargs), float)
+                if counted is not None:
+                    counts = jnp.where(counted, counts, 0)
                 counted = counts != 0
-            if skip is not None:
-                skipped, _ = skip(grads, jnp.zeros([], jnp.int32), params)
-                arguments.check_should_skip(skipped)
-                accepted = jnp.logical_not(skipped)
-                counted = accepted if counted is None else accepted & counted
             new = like(new, carry, "What fun carries on")
             return _Part((value, grads, out), new, counts, counted)
 
@@ -308,7 +310,7 @@ class _Slot(NamedTuple):
     def zeros(self) -> Any:
         if self.mode == "stack":
             return ()
-        return lax.full(self.type.shape, 0, self.sum_dtype, sharding=self.type.sharding)
+        return zeros_of(self.type, self.sum_dtype)
 
     def add(
         self, acc: Any, x: jax.Array, weight: Any, empty: bool, counted: Any

@@ -200,6 +200,8 @@ def from_multi_steps_state(
         )
     count = mini_step if use_grad_mean else 1
     sums = jax.tree.map(lambda mean: mean * count, state.acc_grads)
+    if not jax.tree.leaves(ours.acc_grads):  # a window of one keeps no sum
+        sums = ours.acc_grads
     inner = state.inner_opt_state
     inner = (inner,) if len(tail) == 1 else tuple(inner)
     ours = AccumulateState(

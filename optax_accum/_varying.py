@@ -1,4 +1,4 @@
-"""Arrays that vary over the axes of a `shard_map`, which is a part of their type."""
+"""What else is in an array's type: its layout, and the axes over which it varies."""
 
 from typing import Any
 
@@ -7,14 +7,21 @@ from jax import lax
 
 
 def axes_of(x: Any) -> frozenset:
-    """The axes over which an array varies."""
-    return frozenset(jax.typeof(x).manual_axis_type.varying)
+    """The axes over which an array, or what `jax.typeof` says of one, varies."""
+    aval = x if hasattr(x, "manual_axis_type") else jax.typeof(x)
+    return frozenset(aval.manual_axis_type.varying)
 
 
 def vary(x: Any, axes: frozenset) -> Any:
     """The same array, taken as one that varies over these axes too."""
     missing = tuple(axes - axes_of(x))
     return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def zeros_of(aval: Any, dtype: Any = None) -> jax.Array:
+    """Zeros of a type as `jax.typeof` gives it, with its layout and varying axes."""
+    zeros = lax.full(aval.shape, 0, dtype or aval.dtype, sharding=aval.sharding)
+    return vary(zeros, axes_of(aval))
 
 
 def vary_as_carry(step: Any, carry: Any, x: Any) -> Any:

@@ -42,21 +42,22 @@ def add(
       weight: real scalar of at least 0, 1 if `None`.
       empty: overwrite `acc` in place of adding to it. Nothing then has to zero an
         accumulator before it is used again, and no NaN in it survives.
-      counted: `x` is a term of the sum; else only the division takes place.
+      counted: `x` is a term of the sum; else it counts as 0, also where it is NaN, and
+        so must `weight`.
       divisor: positive scalar, 1 if `None`. It belongs into this pass over memory:
         XLA would not fuse it into the several readers that an optimizer is.
     """
     x = jnp.asarray(x)
     dtype = jnp.promote_types(sum_dtype(acc.dtype), sum_dtype(x.dtype))
     old, new = acc.astype(dtype), x.astype(dtype)
+    if counted is not True:  # and not later on: what is left out has a derivative of 0
+        new = jnp.where(counted, new, 0)
     if weight is not None:
         new = _by_parts(jnp.multiply, new, weight)
     if empty is False:
         new = old + new
     elif empty is not True:
         new = jnp.where(empty, new, old + new)
-    if counted is not True:
-        new = jnp.where(counted, new, old)
     if divisor is not None:
         new = divide(new, divisor)
     return new.astype(acc.dtype)

@@ -51,8 +51,26 @@ class Accumulation(optax.GradientTransformationExtraArgs):
         self.micro_step = micro_step
         return self
 
+    def __init_subclass__(cls) -> None:
+        _register(cls)
+
+    def _replace(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, **kwargs: Any
+    ) -> optax.GradientTransformationExtraArgs:
+        """With another `init` or `update` it is no longer this accumulation."""
+        return optax.GradientTransformationExtraArgs(*self)._replace(**kwargs)
+
     def __reduce__(self) -> Any:
         return _rebuild, (type(self), tuple(self), vars(self))
+
+
+def _register(cls: type) -> None:
+    """Makes it a pytree that comes back whole; a named tuple's has only two parts."""
+    jax.tree_util.register_pytree_node(
+        cls,
+        lambda self: (tuple(self), tuple(vars(self).items())),
+        lambda attributes, pair: _rebuild(cls, tuple(pair), dict(attributes)),
+    )
 
 
 def _rebuild(cls: type, pair: tuple, attributes: dict[str, Any]) -> Any:
@@ -60,3 +78,6 @@ def _rebuild(cls: type, pair: tuple, attributes: dict[str, Any]) -> Any:
     self = tuple.__new__(cls, pair)
     vars(self).update(attributes)
     return self
+
+
+_register(Accumulation)

@@ -190,3 +190,20 @@ def test_token_counts_as_weights_give_the_token_mean():
     tx = chain(accumulate(2), recorder())
     trail = train(tx, [GOOD, 2 * GOOD], weight=tokens)
     np.testing.assert_array_equal(trail[-1][1][1].updates, GOOD * (2010 / 1010))
+
+
+def test_what_is_left_out_has_no_derivative():
+    tx = chain(accumulate(2, skip=optax.skip_not_finite), optax.sgd(1.0))
+
+    def loss(weight, bad):
+        params = jnp.zeros(1)
+        state = tx.init(params)
+        for g, w in ((jnp.nan, bad), (3.0, weight), (1.0, 1.0)):
+            updates, state = tx.update(jnp.array([g]), state, params, weight=w)
+        return updates[0]
+
+    # -(3 w + 1) / (w + 1)
+    value, grads = jax.value_and_grad(loss, (0, 1))(1.0, 5.0)
+    np.testing.assert_allclose(value, -2.0)
+    np.testing.assert_allclose(grads, (-0.5, 0.0))
+    assert jnp.isfinite(jax.jit(loss)(1.0, jnp.nan))

@@ -3,6 +3,7 @@
 import copy
 import functools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -215,3 +216,45 @@ def test_transforms_can_be_copied_and_hashed():
             assert_trees_equal(run(same, [[1.0, 1.0]] * 2), run(tx, [[1.0, 1.0]] * 2))
             run(same, [[1.0, 1.0]], "apply_gradients")
         assert isinstance(hash(tx), int)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax_accum.accumulate(2),
+        optax_accum.chain(optax_accum.accumulate(2), optax.adam(0.1)),
+        optax_accum.MultiSteps(optax.adam(0.1), 2),
+    ],
+    ids=["accumulate", "chain", "MultiSteps"],
+)
+def test_transforms_come_back_whole_from_a_pytree(tx):
+    same = jax.tree.map(lambda x: x, tx)
+    assert type(same) is type(tx)
+    assert same == tx
+    assert vars(same) == vars(tx)
+    params = jnp.ones(2)
+    state = eqx.filter_jit(lambda tx: tx.init(params))(tx)
+    _, state = eqx.filter_jit(lambda tx: tx.update(params, state, params))(tx)
+    assert optax.tree.get(state, "mini_step") == 1
+
+
+def test_with_another_update_a_chain_is_any_transform():
+    tx = optax_accum.chain(optax_accum.accumulate(2), optax.sgd(1.0))
+    other = tx._replace(update=lambda g, s, p=None, **extra_args: (-g, s))
+    params, _ = optax_accum.apply_gradients(
+        other, jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2)
+    )
+    np.testing.assert_array_equal(params, jnp.zeros(2))
+
+
+def test_a_schedule_of_floats_is_as_long_jitted_as_eager():
+    tx = optax_accum.accumulate(optax.linear_schedule(1, 11, 10))
+    for update in (tx.update, jax.jit(tx.update)):
+        state, lengths, length = tx.init(jnp.ones(1)), [], 0
+        while len(lengths) < 10:
+            _, state = update(jnp.ones(1), state)
+            length += 1
+            if optax_accum.released(state):
+                lengths.append(length)
+                length = 0
+        assert lengths == list(range(1, 11))

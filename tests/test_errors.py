@@ -279,6 +279,7 @@ def test_a_state_of_optax_is_told_from_ours():
     [
         (accumulate(2), accumulate(lambda step: 2), "every"),
         (accumulate(lambda step: 2), accumulate(2), "every"),
+        (accumulate(2), accumulate(1), "every"),
         (accumulate(2), accumulate(2, average_args=("value",)), "average_args"),
     ],
 )
@@ -308,3 +309,27 @@ def test_a_weight_that_nobody_reads_is_not_lost(argument):
 def test_a_weight_that_is_no_number_is_refused_where_it_can_be_seen(weight):
     with raises(ValueError, "finite real scalar", "0 or more"):
         accumulate(2).update(PARAMS, accumulate(2).init(PARAMS), weight=weight)
+
+
+@pytest.mark.parametrize(
+    ("weight", "total"),
+    [
+        (np.int64(2**32 + 5), 2.0**32),
+        (np.uint64(2**63), 2.0**63),
+        (2**33, 2.0**33),
+        (np.array(3_000_000_000), 3e9),
+    ],
+)
+def test_a_large_whole_number_does_not_wrap_around(weight, total):
+    tx = accumulate(2, average_args=("value",))
+    _, state = tx.update(PARAMS, tx.init(PARAMS), weight=weight, value=weight)
+    np.testing.assert_allclose(state.total_weight, total, rtol=1e-6)
+    np.testing.assert_allclose(state.acc_args["value"], total**2, rtol=1e-6)
+
+
+def test_a_window_longer_than_can_be_counted():
+    with raises(ValueError, "every", "largest is 2147483647"):
+        accumulate(2**33)
+    tx = accumulate(lambda step: 2**40)
+    _, state = tx.update(PARAMS, tx.init(PARAMS))
+    assert state.every == 2**31 - 1

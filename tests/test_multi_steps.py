@@ -187,3 +187,14 @@ def test_what_cannot_be_taken_over_is_said():
     tx = chain(accumulate(2, average_args=("value",)), optax.adam(0.1))
     with pytest.raises(ValueError, match=r"average_args=\('value',\).*mini_step 1"):
         convert(state, tx, PARAMS)
+
+
+def test_a_window_of_one_is_taken_over():
+    old, new = (m.MultiSteps(optax.adam(0.1), 1) for m in (optax, optax_accum))
+    params, old_state = train(old, gradients(2))
+    state = optax_accum.from_multi_steps_state(old_state, new, params)
+    assert types(state) == types(new.init(params))
+    close(
+        train(new, gradients(1), params, state)[0],
+        train(old, gradients(1), params, old_state)[0],
+    )

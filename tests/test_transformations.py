@@ -297,3 +297,50 @@ def test_init_can_be_evaluated_without_memory():
     tx = chain(accumulate(2), optax.adam(0.1))
     shapes = jax.eval_shape(tx.init, PARAMS)
     assert types(shapes) == types(tx.init(PARAMS))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_explicitly_sharded_parameters_and_updates_keep_their_layout(form, dtype):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
+    tx = chain(accumulate(2, dtype=dtype), optax.adamw(0.1))
+    with jax.set_mesh(mesh):
+        sharding = jax.NamedSharding(mesh, PartitionSpec("x"))
+        params = jax.device_put(jnp.ones(4), sharding)
+        state = tx.init(params)
+        step = jax.jit(functools.partial(FORMS[form], tx))
+        new = params
+        for _ in range(2):
+            new, state = step(params, state, new)
+            assert jax.typeof(new) == jax.typeof(params)
+        other = jax.device_put(jnp.ones(4), jax.NamedSharding(mesh, PartitionSpec()))
+        with pytest.raises(ValueError, match="reshard"):
+            step(other, state, new)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_mean_over_devices_once_a_window_is_the_same_on_all(form):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    pmean = optax.stateless(lambda updates, params: jax.lax.pmean(updates, "x"))
+    tx = chain(accumulate(2), pmean, optax.sgd(1.0))
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), PartitionSpec("x")),
+        out_specs=PartitionSpec(),
+    )
+    def train_window(params, grads):
+        # Each device has gradients of its own, and so an accumulator.
+        state = jax.tree.map(
+            lambda x: jax.lax.pcast(x, "x", to="varying"), tx.init(params)
+        )
+        for g in grads:
+            params, state = FORMS[form](tx, g, state, params)
+        return params
+
+    grads = jnp.arange(8.0).reshape(4, 2)  # two microbatches on each device
+    with jax.set_mesh(mesh):
+        params = train_window(jnp.zeros(2), grads)
+    np.testing.assert_array_equal(params, -grads.mean(0))
