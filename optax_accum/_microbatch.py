@@ -106,10 +106,10 @@ def value_and_grad(
       >>> params, batch = jnp.array([1.0, 2.0]), jnp.arange(10.0).reshape(5, 2)
       >>> loss, grads = jax.jit(loss_and_grad)(params, batch)
       >>> print(loss, grads)
-      244.0 [148. 178.]
+      268.0 [160. 188.]
       >>> loss, grads = jax.value_and_grad(loss_fn)(params, batch)
       >>> print(loss, grads)
-      244.0 [148. 178.]
+      268.0 [160. 188.]
 
     References:
       Goyal et al., `Accurate, Large Minibatch SGD
@@ -259,7 +259,7 @@ def grad(
       ...     return jnp.mean((batch @ params) ** 2)
       >>> grad_fn = optax_accum.grad(loss_fn, num_microbatches=2)
       >>> print(grad_fn(jnp.array([1.0, 2.0]), jnp.arange(10.0).reshape(5, 2)))
-      [148. 178.]
+      [160. 188.]
     """
     value_and_grad_fn = value_and_grad(fun, argnums, has_aux, **options)
 

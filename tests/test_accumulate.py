@@ -57,7 +57,7 @@ micro_steps = st.lists(
 
 
 @pytest.mark.parametrize("form", FORMS)
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(
     steps=micro_steps,
     every=st.sampled_from([1, 2, 3, None, *SCHEDULES]),
