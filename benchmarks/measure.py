@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.contenders import (
@@ -127,8 +128,17 @@ def measure(
         if time.perf_counter() > until:
             break
 
+    # As much work on memory as the floor's, but on its own arrays: none of the
+    # contenders finds its data in the caches.
+    acc, other = draw(shapes, seed=2), draw(shapes, seed=3)
+    add = jax.jit(lambda x, y: jax.tree.map(jnp.add, x, y), donate_argnums=0)
+
+    def spacer() -> None:
+        nonlocal acc
+        acc = jax.block_until_ready(add(acc, other))
+
     say("warm up")
-    _round(runners, grads, every, shuffle)
+    _round(runners, grads, every, shuffle, spacer)
     for runner in runners:
         runner.spent_s = 0.0
 
@@ -143,7 +153,7 @@ def measure(
         if all(r.baseline for r in running):
             break
         say(f"round {i + 1}")
-        windows.append(_round(running, grads, every, shuffle))
+        windows.append(_round(running, grads, every, shuffle, spacer))
 
     nbytes = sum(x.nbytes for x in params.values())
     rows = {r.contender.name: _row(r, runners, windows, every, nbytes) for r in runners}
@@ -151,21 +161,24 @@ def measure(
 
 
 def _round(
-    runners: list[Runner], grads: Any, every: int, shuffle: random.Random
+    runners: list[Runner],
+    grads: Any,
+    every: int,
+    shuffle: random.Random,
+    spacer: Callable[[], object],
 ) -> dict[str, Window]:
     """One window of each, side by side.
 
-    They take turns by micro-step and in an order that changes. Before each comes a step
-    of the floor that is not timed: some leave caches and heap in a state that slows the
-    next one down, and whom they hit must not decide.
+    They take turns by micro-step and in an order that changes. Before each comes the
+    spacer, which is not timed: some leave caches and heap in a state that slows down
+    the next one, and whom they hit must not decide.
     """
-    floor = next(r for r in runners if r.contender.name == FLOOR)
     between = {r.contender.name: [] for r in runners}
     release = dict.fromkeys(between, math.nan)
     for i in range(1, every + 1):
         for runner in shuffle.sample(runners, len(runners)):
             name, step = runner.contender.name, runner.contender.step
-            floor.carry = jax.block_until_ready(floor.compiled(floor.carry, grads))
+            spacer()
             if step == "between" or (step == "accumulating" and i < every):
                 between[name].append(runner.run(grads))
             elif i == every:
