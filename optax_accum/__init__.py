@@ -4,7 +4,8 @@ from optax_accum._accumulate import AccumulateState as AccumulateState
 from optax_accum._accumulate import accumulate as accumulate
 from optax_accum._chain import apply_gradients as apply_gradients
 from optax_accum._chain import chain as chain
-from optax_accum._chain import released as released
+from optax_accum._metrics import metrics as metrics
+from optax_accum._metrics import released as released
 from optax_accum._microbatch import grad as grad
 from optax_accum._microbatch import value_and_grad as value_and_grad
 from optax_accum._multi_steps import MultiSteps as MultiSteps

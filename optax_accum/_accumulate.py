@@ -25,23 +25,27 @@ class AccumulateState(NamedTuple):
       mini_step: int32 scalar, the micro-steps taken in the open window.
       gradient_step: int32 scalar, how many windows have been released.
       acc_grads: the weighted sum of the open window's gradients, shaped like the
-        parameters, in the accumulator's dtypes. Where `total_weight` is 0 it is empty
-        and its numbers mean nothing. `()` for `every=1`.
-      total_weight: float scalar, the weight that is in `acc_grads`.
+        parameters, in the accumulator's dtypes. After a release, and where
+        `window_weight` is 0, its numbers mean nothing. `()` for `every=1`.
+      window_weight: float scalar, the weight of the open window's microbatches so far;
+        after a release, that of the window which it closed.
       released: boolean scalar, whether the last micro-step released.
       every: int32 scalar, the length of the open window where a schedule gives it, 0
         before it is read; else `()`.
       acc_args: dict of float scalars, the weighted sums of `average_args`.
-      skip_state: what `skip` returned beside its verdict; `()` without `skip`.
+      skipped: int32 scalar, the microbatches that `skip` has left out since `init`;
+        `()` without `skip`.
+      skip_state: what `skip` returned beside its last verdict; `()` without `skip`.
     """
 
     mini_step: jax.Array
     gradient_step: jax.Array
     acc_grads: optax.Updates
-    total_weight: jax.Array
+    window_weight: jax.Array
     released: jax.Array
     every: jax.Array | tuple[()]
     acc_args: dict[str, jax.Array]
+    skipped: jax.Array | tuple[()]
     skip_state: Any
 
 
@@ -134,22 +138,31 @@ def accumulate(
     arguments.check_skip(skip, on_skip)
 
     def init_fn(params):
+        if isinstance(params, optax.LookaheadParams):
+            raise TypeError(
+                "Gradients for optax.LookaheadParams are not shaped like them, so they"
+                " cannot be accumulated downstream of them. Put the lookahead around:"
+                " optax.lookahead(chain(...), sync_period) where sync_period counts"
+                " micro-steps."
+            )
         start = jnp.zeros([], jnp.int32)
-        acc_grads, skip_state = (), ()
+        acc_grads, skipped, skip_state = (), (), ()
         if schedule is not None:
             arguments.check_length(schedule(start))
         if every != 1:
             acc_grads = _zeros_like(params, lambda own: sum_dtype(own, dtype))
         if skip is not None:
             _, skip_state = skip(_zeros_like(params, lambda own: own), start, params)
+            skipped = jnp.zeros([], jnp.int32)
         return AccumulateState(
             mini_step=jnp.zeros([], jnp.int32),
             gradient_step=jnp.zeros([], jnp.int32),
             acc_grads=acc_grads,
-            total_weight=jnp.zeros([], float),
+            window_weight=jnp.zeros([], float),
             released=jnp.zeros([], bool),
             every=() if schedule is None else jnp.zeros([], jnp.int32),
             acc_args={name: jnp.zeros([], float) for name in average_args},
+            skipped=skipped,
             skip_state=jax.tree.map(jnp.array, skip_state),
         )
 
@@ -167,12 +180,14 @@ def accumulate(
             accs = _matching(state.acc_grads, updates, dtype)
 
         # Accept or skip.
-        accepted, skip_state = True, state.skip_state
+        accepted, skipped, skip_state = True, (), ()
         if skip is not None:
             accepted, skip_state = _judge(skip, updates, state, params)
+            one_more = optax.safe_increment(state.skipped)
+            skipped = jnp.where(accepted, state.skipped, one_more)
         counted = accepted
         if weight is not None:
-            weight = arguments.check_weight(weight, state.total_weight.dtype)
+            weight = arguments.check_weight(weight, state.window_weight.dtype)
             if accepted is not True:
                 weight = jnp.where(accepted, weight, 0)
             counted = weight != 0
@@ -188,13 +203,14 @@ def accumulate(
         closed = every == 1 or (every is not None and mini_step >= length)
         if release is not None:
             closed = _any(closed, arguments.check_release(release))
+        so_far = 0 if every == 1 else jnp.where(state.released, 0, state.window_weight)
         added = jnp.where(counted, 1 if weight is None else weight, 0)
-        total_weight = state.total_weight + added
-        released = _all(closed, counted is True or total_weight != 0)
+        window_weight = so_far + added.astype(state.window_weight.dtype)
+        released = _all(closed, counted is True or window_weight != 0)
 
         # Add and, at a release, divide.
-        empty = every == 1 or state.total_weight == 0
-        divisor = jnp.where(released, total_weight, 1)
+        empty = every == 1 or so_far == 0
+        divisor = jnp.where(released, window_weight, 1)
 
         def accumulated(acc, x, divisor):
             return add(acc, x, weight, empty=empty, counted=counted, divisor=divisor)
@@ -230,10 +246,11 @@ def accumulate(
                     state.gradient_step,
                 ),
                 acc_grads=() if every == 1 else acc_grads,
-                total_weight=jnp.where(closed, 0, total_weight),
+                window_weight=window_weight,
                 released=jnp.array(released),
                 every=() if schedule is None else jnp.where(closed, 0, length),
                 acc_args=acc_args,
+                skipped=skipped,
                 skip_state=skip_state,
             )
 

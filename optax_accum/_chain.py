@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_accum._accumulate import AccumulateState
 from optax_accum._conditional import run_if
+from optax_accum._metrics import accumulate_states
 from optax_accum._tree import is_array, is_none, where_else_zero
 from optax_accum._varying import axes_of, zeros_of
 from optax_accum._window import Accumulation, Window
@@ -157,47 +157,6 @@ def apply_gradients(
 
     params, tail_state = run_if(window.released, release, (params, window.tail_state))
     return params, window.close(window.mean, tail_state)
-
-
-def released(opt_state: optax.OptState) -> jax.Array:
-    """Whether the last micro-step released, so that the parameters moved.
-
-    Args:
-      opt_state: a state with an :class:`optax_accum.AccumulateState` anywhere in it.
-
-    Returns:
-      Boolean scalar, true for exactly one micro-step a window. Where there are several
-      accumulations (in the parts of :func:`optax.partition`): whether any released.
-
-    Raises:
-      ValueError: there is no accumulation in the state.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> import optax_accum
-      >>> tx = optax_accum.accumulate(every=1)
-      >>> state = tx.init(jnp.zeros(2))
-      >>> print(optax_accum.released(state))
-      False
-      >>> _, state = tx.update(jnp.ones(2), state)
-      >>> print(optax_accum.released(state))
-      True
-    """
-    states = accumulate_states(opt_state)
-    if not states:
-        raise ValueError(
-            "opt_state has no AccumulateState in it; was it made by a transform of"
-            f" optax_accum? Its structure is {jax.tree.structure(opt_state)}."
-        )
-    return jnp.any(jnp.stack([s.released for s in states]), axis=0)
-
-
-def accumulate_states(opt_state: optax.OptState) -> list[AccumulateState]:
-    """All states of `accumulate` in a state, however deep."""
-    leaves = jax.tree.leaves(
-        opt_state, is_leaf=lambda x: isinstance(x, AccumulateState)
-    )
-    return [x for x in leaves if isinstance(x, AccumulateState)]
 
 
 def _find_accumulation(transforms: Any) -> tuple[int, Accumulation]:

@@ -10,7 +10,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from optax_accum import _arguments as arguments
 from optax_accum._accumulate import AccumulateState, SkipFn, accumulate
-from optax_accum._chain import chain, finish, released
+from optax_accum._chain import chain, finish
+from optax_accum._metrics import released
 from optax_accum._tree import like
 from optax_accum._window import Accumulation
 
@@ -208,10 +209,11 @@ def from_multi_steps_state(
         mini_step=mini_step,
         gradient_step=gradient_step,
         acc_grads=like(sums, ours.acc_grads, "acc_grads"),
-        total_weight=mini_step.astype(float),
+        window_weight=mini_step.astype(float),
         released=(mini_step == 0) & (gradient_step > 0),
         every=ours.every,
         acc_args=ours.acc_args,
+        skipped=ours.skipped,
         skip_state=like(state.skip_state, ours.skip_state, "skip_state"),
     )
     new = (*head, ours, *like(inner, tail, "inner_opt_state"))

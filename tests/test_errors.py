@@ -323,7 +323,7 @@ def test_a_weight_that_is_no_number_is_refused_where_it_can_be_seen(weight):
 def test_a_large_whole_number_does_not_wrap_around(weight, total):
     tx = accumulate(2, average_args=("value",))
     _, state = tx.update(PARAMS, tx.init(PARAMS), weight=weight, value=weight)
-    np.testing.assert_allclose(state.total_weight, total, rtol=1e-6)
+    np.testing.assert_allclose(state.window_weight, total, rtol=1e-6)
     np.testing.assert_allclose(state.acc_args["value"], total**2, rtol=1e-6)
 
 

@@ -201,25 +201,6 @@ def test_optax_wrappers_go_around_and_inside(wrap, form):
     close(train(chain(accumulate(3), wrap(opt)), form)[0], want)
 
 
-def test_a_hyperparameter_changed_between_windows_counts_at_the_next_release():
-    tx = chain(accumulate(2), optax.inject_hyperparams(optax.sgd)(learning_rate=1.0))
-    params = jnp.zeros(2)
-    state = tx.init(params)
-    step = jax.jit(functools.partial(optax_accum.apply_gradients, tx))
-    params, state = step(jnp.ones(2), state, params)
-    state = optax.tree.set(state, learning_rate=jnp.float32(3.0))
-    params, state = step(jnp.ones(2), state, params)
-    np.testing.assert_array_equal(params, [-3.0, -3.0])
-
-
-def test_map_params_reaches_the_accumulator():
-    tx = chain(accumulate(2), optax.adam(0.1))
-    state = tx.init(PARAMS)
-    state = optax.tree.map_params(tx, lambda x: x + 1, state)
-    assert_trees_equal(state[0].acc_grads, optax.tree.ones_like(PARAMS))
-    assert state[0].mini_step == 0
-
-
 @pytest.fixture
 def mesh():
     devices = np.array(jax.devices()[:2])
