@@ -10,6 +10,7 @@ import optax
 from optax.experimental import aggregating
 
 import optax_accum
+from benchmarks import flax_steps
 
 # `(optimizer, params, every) -> (step, carry)`, where the jitted step takes
 # `(carry, grads)`, donates the carry and returns the next one.
@@ -93,6 +94,7 @@ def _process(optimizer, every):
 FLOOR, HAND_OVER, ALONE = "floor", "hand-over", "alone"
 MULTI_STEPS = "optax.MultiSteps"
 UPDATE, APPLY_GRADIENTS = "update", "apply_gradients"
+TRAIN_STATE, NNX_OPTIMIZER = "flax.TrainState", "flax.Optimizer"
 
 # What the others are measured against.
 BASELINES = (FLOOR, HAND_OVER, ALONE)
@@ -126,5 +128,15 @@ CONTENDERS = (
         APPLY_GRADIENTS,
         "optax_accum, both in one",
         _stepping(_ours, optax_accum.apply_gradients),
+    ),
+    Contender(
+        TRAIN_STATE,
+        "that of optax_accum.flax",
+        lambda opt, params, every: flax_steps.train_state(_ours(opt, every), params),
+    ),
+    Contender(
+        NNX_OPTIMIZER,
+        "that of optax_accum.flax, for NNX",
+        lambda opt, params, every: flax_steps.nnx_optimizer(_ours(opt, every), params),
     ),
 )

@@ -116,7 +116,7 @@ def measure(
         if contender.only in (None, optimizer):
             step, carry = contender.build(OPTIMIZERS[optimizer](), params, every)
             # A state may hold the parameters themselves; both are donated.
-            carry = jax.tree.map(lambda x: x.copy(), carry)
+            carry = jax.tree.map(jnp.array, carry)
             runners.append(Runner(contender, step, carry))
     shuffle = random.Random(0)
 

@@ -3,7 +3,14 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.contenders import ALONE, APPLY_GRADIENTS, MULTI_STEPS, UPDATE
+from benchmarks.contenders import (
+    ALONE,
+    APPLY_GRADIENTS,
+    MULTI_STEPS,
+    NNX_OPTIMIZER,
+    TRAIN_STATE,
+    UPDATE,
+)
 from benchmarks.measure import Row, Table
 
 BIG = ("large", "transformer")
@@ -63,6 +70,12 @@ TARGETS = (
         lambda row, _: row.mean_per_ideal,
         limit=1.10,
         contenders=(APPLY_GRADIENTS,),
+    ),
+    Target(
+        "train states of flax between releases / floor",
+        lambda row, _: row.between_per_floor,
+        limit=1.2,
+        contenders=(TRAIN_STATE, NNX_OPTIMIZER),
     ),
     Target(
         f"{UPDATE} between releases / floor",

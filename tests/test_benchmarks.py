@@ -21,6 +21,8 @@ CONTENDERS = [
     "optax.experimental",
     "update",
     "apply_gradients",
+    "flax.TrainState",
+    "flax.Optimizer",
 ]
 
 
