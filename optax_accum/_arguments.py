@@ -10,6 +10,9 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
+from optax_accum._split import Split
+from optax_accum._tree import is_array
+
 LARGEST = 2**31 - 1
 Every = int | Callable[[jax.Array], ArrayLike] | None
 
@@ -189,6 +192,15 @@ def check_argnums(name: str, argnums: Any) -> tuple[int, ...]:
         ) from None
 
 
+def check_trained(argnums: Any) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+    """The numbers in `argnums`, and the filter of each that is an `nnx.DiffState`."""
+    several = isinstance(argnums, Sequence) and not isinstance(argnums, str)
+    each = tuple(argnums) if several else (argnums,)
+    filters = tuple(getattr(x, "filter", None) for x in each)
+    plain = [getattr(x, "argnum", x) for x in each]
+    return check_argnums("argnums", plain if several else plain[0]), filters
+
+
 def resolve_argnums(
     numbers: dict[str, tuple[int, ...]], args: Sequence[Any]
 ) -> list[tuple[int, ...]]:
@@ -198,8 +210,9 @@ def resolve_argnums(
         for i in argnums:
             if not -len(args) <= i < len(args):
                 raise ValueError(
-                    f"{name} has {i}, but the function got {len(args)} positional"
-                    " arguments."
+                    f"{name} has {i}, but fun got {len(args)} positional arguments,"
+                    " counted from 0. Arguments that fun takes by keyword only have no"
+                    " number and are the same for all microbatches."
                 )
             if i % len(args) in roles:
                 raise ValueError(
@@ -232,33 +245,95 @@ def check_microbatches(microbatch_size: Any, num_microbatches: Any) -> None:
 
 def check_batch(batch: dict[int, Any]) -> int:
     """The number of examples, which all arrays of a batch must agree on."""
-    sizes = {}
+    sizes: dict[int, list[str]] = {}
     for i, tree in batch.items():
         for path, x in jax.tree.leaves_with_path(tree):
             name = f"argument {i}{jax.tree_util.keystr(path)}"
+            if not is_array(x):
+                raise TypeError(
+                    f"The batch must be made of arrays, but {name} is {x!r}."
+                )
             if jnp.ndim(x) == 0:
                 raise ValueError(
                     "Each array of the batch needs the examples along its leading"
-                    f" axis, but {name} is a scalar. Are batch_argnums right?"
+                    f" axis, but {name} is a scalar. Are batch_argnums right, and is"
+                    " it an array (of a list, each item is one)?"
                 )
-            sizes[name] = jnp.shape(x)[0]
-    if not sizes or 0 in sizes.values():
+            sizes.setdefault(jnp.shape(x)[0], []).append(name)
+    if not sizes or 0 in sizes:
         raise ValueError(
             f"There are no examples in the batch, arguments {sorted(batch)} by"
             " batch_argnums."
         )
-    if len(set(sizes.values())) > 1:
+    if len(sizes) > 1:
+        found = ", ".join(f"{size} in {names[0]}" for size, names in sizes.items())
         raise ValueError(
             "The arrays of the batch must have as many examples each, along their"
-            f" leading axes, got {sizes}."
+            f" leading axes, got {found}."
         )
-    return next(iter(sizes.values()))
+    return next(iter(sizes))
+
+
+def check_layout(batch: dict[int, Any], split: Split) -> None:
+    """On an explicit mesh, that each device keeps its own examples."""
+    if split.microbatches == 1:
+        return
+    for i, x in ((i, x) for i, tree in batch.items() for x in jax.tree.leaves(tree)):
+        sharding = jax.typeof(x).sharding
+        axes = sharding.spec[0] if sharding.spec else None
+        parts = 1
+        for axis in (axes,) if isinstance(axes, str) else axes or ():
+            parts *= sharding.mesh.shape[axis]
+        if split.blocks % parts:
+            sizes = [split.size, *([split.rest] if split.rest else [])]
+            raise ValueError(
+                f"The batch, argument {i}, is sharded {parts} ways over {axes!r}, so"
+                f" each microbatch must have a multiple of {parts} examples, got"
+                f" microbatches of {' and '.join(map(str, sizes))}. Choose another"
+                " microbatch_size, or lay the batch out with jax.sharding.reshard."
+            )
+
+
+def check_differentiable(params: dict[int, Any]) -> None:
+    """That there is something to differentiate, and that JAX can."""
+    for i, tree in params.items():
+        arrays = [(p, x) for p, x in jax.tree.leaves_with_path(tree) if is_array(x)]
+        if not arrays:
+            raise TypeError(
+                f"argnums has {i}, but there are no arrays in argument {i} to"
+                f" differentiate, which is {jax.tree.structure(tree)}."
+            )
+        for path, x in arrays:
+            if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+                raise TypeError(
+                    f"argnums has {i}, but argument {i}{jax.tree_util.keystr(path)} is"
+                    f" {jax.typeof(x)}; only floats can be differentiated. Pass it in"
+                    " another argument."
+                )
+
+
+def check_out(out: Any) -> Any:
+    if not isinstance(out, tuple | list) or len(out) != 2:
+        raise TypeError(
+            "With has_aux=True, fun must return a pair of its value and the auxiliary"
+            f" output, got {_describe(out)}."
+        )
+    return out
 
 
 def check_pair(what: str, out: Any) -> Any:
     if not isinstance(out, tuple | list) or len(out) != 2:
-        raise TypeError(f"{what} must return a pair, got {type(out).__name__}.")
+        raise TypeError(f"{what} must return a pair, got {_describe(out)}.")
     return out
+
+
+def check_arrays(what: str, out: Any) -> None:
+    for path, x in jax.tree.leaves_with_path(out):
+        if not is_array(x):
+            raise TypeError(
+                f"{what} must return arrays, got {x!r} at"
+                f" {jax.tree_util.keystr(path) or 'the root'}."
+            )
 
 
 def check_carry(new: Any, count: int) -> None:
@@ -271,9 +346,22 @@ def check_carry(new: Any, count: int) -> None:
 
 def check_loss(value: Any) -> Any:
     """A scalar; of its dtype `jax.value_and_grad` makes sure."""
+    if not is_array(value):
+        raise TypeError(
+            f"fun must return a scalar loss, got {_describe(value)}. If it returns an"
+            " auxiliary output too, say has_aux=True."
+        )
     if jnp.shape(value) != ():
         raise ValueError(
             f"fun must return a scalar loss, got {jax.typeof(value)}; for example the"
             " mean over its batch."
         )
     return value
+
+
+def _describe(out: Any) -> str:
+    if is_array(out):
+        return str(jax.typeof(out))
+    if isinstance(out, tuple | list):
+        return f"a {type(out).__name__} of {len(out)}"
+    return f"a {type(out).__name__}"

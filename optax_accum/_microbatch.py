@@ -14,7 +14,7 @@ from optax_accum import _arguments as arguments
 from optax_accum._accumulate import SkipFn
 from optax_accum._nnx import Modules
 from optax_accum._split import Split, split_keys
-from optax_accum._tree import like
+from optax_accum._tree import is_array, like
 from optax_accum._varying import vary_as_carry, zeros_of
 from optax_accum._weighted_sum import add, divide, sum_dtype
 
@@ -116,8 +116,10 @@ def value_and_grad(
       <https://arxiv.org/abs/1706.02677>`_, 2017, section 3.
     """
     arguments.check_function("fun", fun)
+    single = not isinstance(argnums, Sequence)
+    plain_argnums, filters = arguments.check_trained(argnums)
     numbers = {
-        "argnums": arguments.check_argnums("argnums", argnums),
+        "argnums": plain_argnums,
         "batch_argnums": arguments.check_argnums("batch_argnums", batch_argnums),
         "key_argnums": arguments.check_argnums("key_argnums", key_argnums),
         "carry_argnums": arguments.check_argnums("carry_argnums", carry_argnums),
@@ -140,47 +142,56 @@ def value_and_grad(
         batch_size = arguments.check_batch({i: args[i] for i in batched})
         size = microbatch_size or -(-batch_size // (num_microbatches or 1))
         split = Split.of(batch_size, size)
-        modules = Modules(args, trained)
+        arguments.check_layout({i: args[i] for i in batched}, split)
+        same = {
+            i: x for i, x in enumerate(args) if i not in (*batched, *keyed, *carried)
+        }
+        modules = Modules(same | kwargs, dict(zip(trained, filters, strict=True)))
+        params = tuple(modules.inputs[i] for i in trained)
+        arguments.check_differentiable(dict(zip(trained, params, strict=True)))
 
         # What differs from one microbatch to the next is an argument here too. What
         # else `fun` gets is the same for all, and does not have to be made of arrays.
         @functools.partial(jax.jit, inline=True)
         def one(batch, keys, carry):
-            replaced, module_state = batch | keys | carry[0], carry[1]
-            inputs = [replaced.get(i, x) for i, x in enumerate(modules.args)]
-            params = [inputs[i] for i in trained]
+            carry_args, module_state = carry
+            inputs = modules.inputs | batch | keys | carry_args
 
-            def loss_fn(*params):
-                replaced = dict(zip(trained, params, strict=True))
-                here = [replaced.get(i, x) for i, x in enumerate(inputs)]
-                here, current_state = modules.merge(here, module_state)
-                out, new = fun(*here, **kwargs), {}
-                value, out = arguments.check_pair("fun", out) if has_aux else (out, ())
+            def call(f, inputs):
+                inputs, current_state = modules.merge(inputs, module_state)
+                positional = [inputs[i] for i in range(len(args))]
+                return f(*positional, **{k: inputs[k] for k in kwargs}), current_state
+
+            def loss_fn(params):
+                here = dict(zip(trained, params, strict=True))
+                out, current_state = call(fun, inputs | here)
+                value, out = arguments.check_out(out) if has_aux else (out, ())
+                new = {}
                 if carried:
                     new, out = arguments.check_pair("fun in its aux", out)
                     new = (new,) if isinstance(carry_argnums, int) else new
                     arguments.check_carry(new, len(carried))
                     new = dict(zip(carried, new, strict=True))
+                arguments.check_arrays("fun in its aux", out)
                 return arguments.check_loss(value), (out, (new, current_state()))
 
-            (value, (out, new)), grads = jax.value_and_grad(
-                loss_fn, tuple(range(len(params))), has_aux=True
-            )(*params)
-            if isinstance(argnums, int):
-                (params,), (grads,) = params, grads
+            (value, (out, new)), grads = _value_and_grad(loss_fn, params)
+            whole = params
+            if single:
+                (whole,), (grads,) = params, grads
             counts, counted = None, None
             if skip is not None:
-                verdict = skip(grads, jnp.zeros([], jnp.int32), params)
+                verdict = skip(grads, jnp.zeros([], jnp.int32), whole)
                 skipped, _ = arguments.check_pair("skip", verdict)
                 arguments.check_should_skip(skipped)
                 counted = jnp.logical_not(skipped)
             if weight is not None:
-                here, _ = modules.merge(inputs, module_state)
-                counts = arguments.check_weight(weight(*here, **kwargs), float)
+                counts, _ = call(weight, inputs)
+                counts = arguments.check_weight(counts, float)
                 if counted is not None:
                     counts = jnp.where(counted, counts, 0)
                 counted = counts != 0
-            new = like(new, carry, "What fun carries on")
+            new = like(new, carry, "What fun carries on", cast=False)
             return _Part((value, grads, out), new, counts, counted)
 
         batch = {i: args[i] for i in batched}
@@ -271,6 +282,23 @@ def grad(
     return grad_fn
 
 
+def _value_and_grad(loss_fn: Callable[[Any], Any], params: Any) -> tuple[Any, Any]:
+    """With auxiliary output, and by the arrays in `params`; `None` for other leaves."""
+    leaves, treedef = jax.tree.flatten(params)
+    slots = [i for i, x in enumerate(leaves) if is_array(x)]
+
+    def fill(rest, arrays):
+        filled = list(rest)
+        for i, x in zip(slots, arrays, strict=True):
+            filled[i] = x
+        return treedef.unflatten(filled)
+
+    out, grads = jax.value_and_grad(
+        lambda arrays: loss_fn(fill(leaves, arrays)), has_aux=True
+    )([leaves[i] for i in slots])
+    return out, fill([None] * len(leaves), grads)
+
+
 class _Part(NamedTuple):
     """What one microbatch gives; `None` for the usual weight, or if it must count."""
 
@@ -325,21 +353,26 @@ class _Slot(NamedTuple):
         return add(acc, x, weight, empty=empty, counted=counted)
 
     def result(self, acc: jax.Array, divisor: jax.Array) -> jax.Array:
-        mean = divide(acc, divisor) if self.mode == "mean" else acc
-        return mean.astype(self.dtype)
+        if self.mode == "last":  # of any dtype, a random key's too
+            return acc
+        return (divide(acc, divisor) if self.mode == "mean" else acc).astype(self.dtype)
 
 
 def _slots(one, split, batch, keys, carry, aux, dtype) -> tuple[list[_Slot], Any]:
     """A slot for each array in value, gradients and aux; and how they are nested."""
     noted = []
 
-    def first(batch, keys, carry):
+    def note(batch, keys, carry):
         keys = jax.tree.map(lambda x: x[0], keys)
-        part = one(split.full(batch, 0), keys, carry)
-        noted.append(jax.tree.map(jax.typeof, part.out))
+        for part in (
+            split.full(batch, 0),
+            *([split.last(batch)] if split.rest else []),
+        ):
+            noted.append(jax.tree.map(jax.typeof, one(part, keys, carry).out))
 
-    jax.eval_shape(first, batch, keys, carry)
+    jax.eval_shape(note, batch, keys, carry)
     value, grads, out = types = noted[0]
+    others = jax.tree.leaves(noted[-1][2])
     try:
         modes = jax.tree.map(lambda mode, x: jax.tree.map(lambda _: mode, x), aux, out)
     except ValueError:
@@ -349,14 +382,20 @@ def _slots(one, split, batch, keys, carry, aux, dtype) -> tuple[list[_Slot], Any
         ) from None
     slots = [_Slot.of("mean", value)]
     slots += [_Slot.of("mean", g, dtype) for g in jax.tree.leaves(grads)]
-    for mode, (path, x) in zip(
-        jax.tree.leaves(modes), jax.tree.leaves_with_path(out), strict=True
+    for mode, (path, x), last in zip(
+        jax.tree.leaves(modes), jax.tree.leaves_with_path(out), others, strict=True
     ):
+        at = jax.tree_util.keystr(path) or "the root"
         if mode == "stack" and x.shape[:1] != (split.size,):
             raise ValueError(
                 'aux="stack" needs arrays with the examples along their leading axis,'
-                f" here {split.size} of them; at {jax.tree_util.keystr(path) or 'it'}"
-                f" there is {x.dtype}{list(x.shape)}."
+                f" here {split.size} of them; at {at} there is {x}."
+            )
+        if mode != "stack" and x.shape != last.shape:
+            raise ValueError(
+                f"The auxiliary output at {at} is {x} for a microbatch of {split.size}"
+                f" examples and {last} for the last one, of {split.rest}, so there is"
+                f' no {mode} of it. If it has a row for each example, say aux="stack".'
             )
         slots.append(_Slot.of(mode, x))
     return slots, jax.tree.structure(types)

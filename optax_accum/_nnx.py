@@ -1,7 +1,7 @@
 """Flax NNX modules among the arguments of a function that is to be differentiated."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -10,42 +10,103 @@ import jax
 class Modules:
     """Takes modules apart into what is differentiated and what is only carried.
 
-    Without Flax loaded there can be none, and nothing is imported to find out.
+    A module here is anything of NNX that holds variables: models, metrics, random
+    streams. Without Flax loaded there can be none, and nothing is imported to find out.
 
     Attributes:
-      args: the arguments, in place of each module its `nnx.Param`, a pytree of arrays.
-      state: for each module all else that it holds.
+      inputs: the arguments, in place of each module the state of it that is to be
+        differentiated, a pytree of arrays.
+      state: all else that the modules hold.
     """
 
-    def __init__(self, args: Sequence[Any], argnums: Sequence[int]):
+    def __init__(self, inputs: Mapping[Any, Any], trained: Mapping[Any, Any]):
+        """Takes arguments by any names, and of those to differentiate the filters.
+
+        A filter says which variables to differentiate; `None` stands for `nnx.Param`.
+        """
         self._nnx: Any = sys.modules.get("flax.nnx")
-        self.args, self.state = list(args), []
-        self._modules, self._graphs = {}, {}
-        for i in argnums:
-            if self._nnx is not None and isinstance(args[i], self._nnx.Module):
-                split = self._nnx.split(args[i], self._nnx.Param, ...)
-                self._graphs[i], self.args[i], state = split
-                self._modules[i] = args[i]
-                self.state.append(state)
+        self.inputs, self.state = dict(inputs), ()
+        self._trees, self._modules, self._filters = {}, [], []
+        if self._nnx is None:
+            return
+        for name, tree in inputs.items():
+            leaves, treedef = jax.tree.flatten(tree, is_leaf=self._is_module)
+            slots = [i for i, x in enumerate(leaves) if self._is_module(x)]
+            if slots:
+                chosen = trained.get(name, False)
+                chosen = self._nnx.Param if chosen is None else chosen
+                chosen = self._nnx.filterlib.to_predicate(chosen)
+                self._trees[name] = treedef, slots
+                self._modules += [leaves[i] for i in slots]
+                self._filters += [chosen] * len(slots)
+        if self._modules:
+            self._graph, states, self.state = self._split(self._modules)
+            self.inputs |= self._fill(inputs, [*map(states.get, self._each())])
 
     def merge(
-        self, args: Sequence[Any], state: Sequence[Any]
-    ) -> tuple[list[Any], Callable[[], list[Any]]]:
+        self, inputs: Mapping[Any, Any], state: Any
+    ) -> tuple[dict[Any, Any], Callable[[], Any]]:
         """The arguments with modules in them, and what tells their state later on."""
-        args, modules = list(args), []
-        for (i, graph), rest in zip(self._graphs.items(), state, strict=True):
-            # NNX forbids to change a variable from within a trace that it is older
-            # than; a map makes new ones.
-            rest = jax.tree.map(lambda x: x, rest)
-            args[i] = self._nnx.merge(graph, args[i], rest)
-            modules.append(args[i])
+        if not self._modules:
+            return dict(inputs), lambda: ()
+        states = []
+        for name, (treedef, slots) in self._trees.items():
+            leaves = treedef.flatten_up_to(inputs[name])
+            states += [leaves[i] for i in slots]
+        states = self._nnx.State(dict(zip(self._each(), states, strict=True)))
+        # NNX forbids to change a variable from within a trace that it is older than;
+        # a map makes new ones.
+        states, state = jax.tree.map(lambda x: x, (states, state))
+        modules = self._nnx.merge(self._graph, states, state)
 
         def current_state():
-            return [self._nnx.split(m, self._nnx.Param, ...)[2] for m in modules]
+            graph, _, now = self._split(modules)
+            if graph != self._graph:
+                raise TypeError(_changed(jax.tree.leaves_with_path(now), state))
+            return now
 
-        return args, current_state
+        return dict(inputs) | self._fill(inputs, modules), current_state
 
-    def update(self, state: Sequence[Any]) -> None:
+    def update(self, state: Any) -> None:
         """Writes the state into the modules that came in."""
-        for module, rest in zip(self._modules.values(), state, strict=True):
-            self._nnx.update(module, rest)
+        if self._modules:
+            self._nnx.update(self._modules, state)
+
+    def _is_module(self, x: Any) -> bool:
+        return isinstance(x, self._nnx.Pytree)
+
+    def _each(self) -> range:
+        return range(len(self._modules))
+
+    def _split(self, modules: list[Any]) -> tuple[Any, Any, Any]:
+        """All at once, for a variable that two of them share to be one."""
+
+        def differentiated(path, variable):
+            return self._filters[path[0]](path[1:], variable)
+
+        graph, states, rest = self._nnx.split(modules, differentiated, ...)
+        none = self._nnx.State({})
+        return graph, {i: states.get(i, none) for i in self._each()}, rest
+
+    def _fill(self, inputs: Mapping[Any, Any], new: list[Any]) -> dict[Any, Any]:
+        """The arguments that have modules in them, with these in their places."""
+        filled, news = {}, iter(new)
+        for name, (treedef, slots) in self._trees.items():
+            leaves = treedef.flatten_up_to(inputs[name])
+            for i in slots:
+                leaves[i] = next(news)
+            filled[name] = treedef.unflatten(leaves)
+        return filled
+
+
+def _changed(now: list[tuple[Any, Any]], before: Any) -> str:
+    known = {path for path, _ in jax.tree.leaves_with_path(before)}
+    new = [jax.tree_util.keystr(path) for path, _ in now if path not in known]
+    what = (
+        f"got new variables at {new}" if new else "changed in more than its variables"
+    )
+    return (
+        f"A module {what} while fun ran. Its state is carried from microbatch to"
+        " microbatch, so it must be there before: call the model once beforehand, or"
+        " return what is new as an auxiliary output."
+    )

@@ -29,7 +29,7 @@ def where_else_zero(pred: jax.Array | bool, tree: Tree) -> Tree:
     )
 
 
-def like(new: Tree, old: Tree, what: str) -> Tree:
+def like(new: Tree, old: Tree, what: str, *, cast: bool = True) -> Tree:
     """`new` in the structure, the shapes and the dtypes of `old`.
 
     Where `new` has `None`, or `old` has what is no array, `old` stays.
@@ -38,6 +38,7 @@ def like(new: Tree, old: Tree, what: str) -> Tree:
       new: the tree to fit.
       old: the tree to fit it to.
       what: names the tree in an error.
+      cast: whether an array of another dtype is cast, or else is an error.
 
     Raises:
       TypeError: the structures differ, or an array cannot take the other's place.
@@ -50,12 +51,12 @@ def like(new: Tree, old: Tree, what: str) -> Tree:
             f"\n  it has:      {new_treedef}\n  it replaces: {treedef}"
         )
     return treedef.unflatten(
-        _like_leaf(path, x, y, what)
+        _like_leaf(path, x, y, what, cast)
         for (path, x), y in zip(new_leaves, old_leaves, strict=True)
     )
 
 
-def _like_leaf(path: Any, new: Any, old: Any, what: str) -> Any:
+def _like_leaf(path: Any, new: Any, old: Any, what: str, cast: bool) -> Any:
     if new is None or not is_array(old):
         return old
     if not is_array(new):
@@ -65,7 +66,7 @@ def _like_leaf(path: Any, new: Any, old: Any, what: str) -> Any:
         if new.shape == old_type.shape:
             if new.dtype == old_type.dtype:
                 return new
-            if jnp.iscomplexobj(old) or not jnp.iscomplexobj(new):
+            if cast and (jnp.iscomplexobj(old) or not jnp.iscomplexobj(new)):
                 return new.astype(old_type.dtype)
     raise TypeError(
         f"{what} must have the shapes and dtypes of what it replaces, but"

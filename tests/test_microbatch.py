@@ -2,6 +2,7 @@
 
 import functools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -440,12 +441,13 @@ def test_wrong_options_are_refused_when_it_is_built(options, error, words):
     [
         ({}, (PARAMS,), ValueError, ["batch_argnums has 1", "1 positional"]),
         ({"batch_argnums": 0}, (PARAMS, 1), ValueError, ["argnums", "argument 0"]),
-        ({}, (PARAMS, draw(4) | {"y": jnp.ones(3)}), ValueError, ["'y'", "3"]),
+        ({}, (PARAMS, draw(4) | {"y": jnp.ones(3)}), ValueError, ["3 in", "'y'"]),
         ({}, (PARAMS, draw(4) | {"y": 1.0}), ValueError, ["'y'", "scalar"]),
         ({}, (PARAMS, {}), ValueError, ["no examples"]),
         ({}, (PARAMS, jnp.ones((0, 3))), ValueError, ["no examples"]),
         ({"weight": lambda p, b: b["mask"]}, (PARAMS, draw(4)), ValueError, ["weight"]),
-        ({"has_aux": True}, (PARAMS, draw(4)), TypeError, ["fun", "pair"]),
+        ({"has_aux": True}, (PARAMS, draw(4)), TypeError, ["has_aux", "float32"]),
+        ({}, ({"n": jnp.arange(3)}, draw(4)), TypeError, ["argnums", "'n'", "int32"]),
     ],
 )
 def test_wrong_arguments_are_named_when_it_is_called(options, args, error, words):
@@ -458,6 +460,73 @@ def test_a_loss_for_each_example_is_refused():
     ours = optax_accum.value_and_grad(lambda w, x: w * x, microbatch_size=2)
     with raises(ValueError, "fun must return a scalar", r"float32\[2\]"):
         ours(1.0, jnp.ones(4))
+
+
+def test_what_is_no_array_is_refused():
+    ours = optax_accum.value_and_grad(loss_fn, microbatch_size=2)
+    with raises(TypeError, "arrays", "'y'", "label"):
+        ours(PARAMS, draw(4) | {"y": "label"})
+    with raises(TypeError, "argnums", "no arrays", "'f'"):
+        ours({"f": jnp.tanh}, draw(4))
+
+
+def test_an_auxiliary_output_that_was_not_announced_is_refused():
+    def fun(w, x):
+        return w * jnp.mean(x), {"n": 1.0}
+
+    with raises(TypeError, "scalar loss, got a tuple of 2", "has_aux=True"):
+        optax_accum.value_and_grad(fun, microbatch_size=2)(1.0, jnp.ones(4))
+
+
+def test_an_auxiliary_output_that_is_no_array_is_refused():
+    def fun(w, x):
+        return w * jnp.mean(x), {"name": "train"}
+
+    ours = optax_accum.value_and_grad(fun, has_aux=True, microbatch_size=2)
+    with raises(TypeError, "arrays", "'train'", "'name'"):
+        ours(1.0, jnp.ones(4))
+
+
+@pytest.mark.parametrize("aux", ["mean", "sum", "last"])
+@pytest.mark.parametrize("size", [3, 4])  # 3 + 1 would broadcast, 4 + 3 would not
+def test_a_row_for_each_example_has_to_be_stacked(aux, size):
+    def fun(w, x):
+        return jnp.mean(w * x), {"rows": w * x}
+
+    x = jnp.arange(7.0)
+    ours = functools.partial(
+        optax_accum.value_and_grad, fun, has_aux=True, microbatch_size=size
+    )
+    with raises(ValueError, r"\['rows'\]", f"no {aux}", '"stack"'):
+        ours(aux=aux)(2.0, x)
+    (_, out), _ = ours(aux="stack")(2.0, x)
+    np.testing.assert_array_equal(out["rows"], 2 * x)
+
+
+def test_the_last_of_an_auxiliary_output_may_be_of_any_dtype():
+    def fun(w, key, x):
+        out = {"key": key, "count": x.astype(int)[0], "any": x[0] > 2}
+        return w * jnp.mean(x), out
+
+    ours = optax_accum.value_and_grad(
+        fun, has_aux=True, batch_argnums=2, key_argnums=1, microbatch_size=1, aux="last"
+    )
+    key = jax.random.key(0)
+    (_, out), _ = ours(1.0, key, jnp.arange(4.0))
+    want = {"key": jax.random.split(key, 4)[3], "count": 3, "any": True}
+    assert_trees_equal(out, jax.tree.map(jnp.asarray, want))
+
+
+def test_leaves_that_are_functions_have_no_gradients():
+    model = eqx.nn.MLP(3, 2, 4, 1, activation=jnp.tanh, key=jax.random.key(0))
+    batch = draw(5)
+
+    def fun(model, batch):
+        return jnp.mean((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2)
+
+    ours = eqx.filter_jit(optax_accum.value_and_grad(fun, microbatch_size=2))
+    got, want = ours(model, batch), eqx.filter_value_and_grad(fun)(model, batch)
+    assert_trees_equal(got, want, rtol=1e-5, atol=1e-6)
 
 
 def test_aux_that_does_not_fit_its_modes_is_refused():
@@ -487,3 +556,24 @@ def test_what_is_carried_must_keep_its_type():
     )
     with raises(TypeError, "tuple of what it carries on", "so 1"):
         ours(1.0, jnp.zeros([]), jnp.ones(4))
+    ours = optax_accum.value_and_grad(
+        lambda w, n, x: (w * jnp.mean(x), (n * 1.5, ())),
+        has_aux=True,
+        batch_argnums=2,
+        carry_argnums=1,
+        microbatch_size=1,
+    )
+    with raises(TypeError, "carries on", "dtypes", "float32", "int32"):
+        ours(1.0, 1, jnp.ones(4))
+
+
+@pytest.mark.parametrize("size", [1, 3, 5])
+def test_a_layout_that_cannot_be_split_where_it_is_is_refused(size):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.ones(8), jax.P("data"))
+        ours = optax_accum.value_and_grad(
+            lambda w, x: w * jnp.mean(x), microbatch_size=size
+        )
+        with raises(ValueError, "sharded 2 ways", "'data'", "multiple of 2"):
+            jax.jit(ours)(1.0, x)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import linen, nnx
 from helpers import assert_trees_equal
 
@@ -16,8 +17,12 @@ Y = jnp.sum(X, axis=-1, keepdims=True)
 close = functools.partial(assert_trees_equal, rtol=2e-4, atol=1e-5)
 
 
+def mse(prediction, y):
+    return jnp.mean((prediction - y) ** 2)
+
+
 def nnx_loss(model, x, y):
-    return jnp.mean((model(x) - y) ** 2)
+    return mse(model(x), y)
 
 
 class Normalised(nnx.Module):
@@ -72,6 +77,81 @@ def test_it_trains_with_the_optimizer_of_nnx():
 
     values = [train_step(model, optimizer) for _ in range(20)]
     assert values[-1] < 0.2 * values[0]
+
+
+def test_modules_may_be_anywhere_in_the_arguments():
+    class Head(nnx.Module):
+        def __init__(self, body):
+            self.body = body  # shared with the other argument
+            self.linear = nnx.Linear(3, 1, rngs=nnx.Rngs(1))
+
+        def __call__(self, x):
+            return self.linear(self.body(x))
+
+    def loss_fn(models, scale, metrics, rngs, teacher, x, y):
+        noise = 1e-3 * rngs.noise.normal(x.shape)
+        value = scale * mse(models["head"](models["body"](x + noise)), y)
+        metrics.update(values=value)
+        return value + mse(teacher(x), y)
+
+    def arguments():
+        body = nnx.BatchNorm(3, momentum=0.5, rngs=nnx.Rngs(0))
+        models = {"body": body, "head": Head(body)}
+        teacher = Normalised(nnx.Rngs(2))
+        return models, 2.0, nnx.metrics.Average(), nnx.Rngs(noise=3), teacher
+
+    ours = optax_accum.value_and_grad(
+        loss_fn, argnums=(0, 1), batch_argnums=(5, 6), microbatch_size=2
+    )
+    by_hand = nnx.value_and_grad(loss_fn, argnums=(0, 1))
+    args, want_args = arguments(), arguments()
+    got = nnx.jit(ours)(*args, X, Y)
+    parts = [by_hand(*want_args, X[i::3], Y[i::3]) for i in range(3)]
+    close(got, jax.tree.map(lambda *xs: sum(xs) / 3, *parts))
+    close(*(nnx.to_pure_dict(nnx.state(a[:1] + a[2:])) for a in (args, want_args)))
+
+
+def test_a_module_may_be_passed_by_keyword():
+    def loss_fn(w, x, *, norm):
+        return jnp.mean(norm(x) @ w)
+
+    norm, by_hand = (nnx.BatchNorm(3, momentum=0.5, rngs=nnx.Rngs(0)) for _ in range(2))
+    ours = optax_accum.value_and_grad(loss_fn, microbatch_size=2)
+    nnx.jit(ours)(jnp.ones(3), X, norm=norm)
+    for i in range(3):
+        by_hand(X[i::3])
+    close(*(nnx.to_pure_dict(nnx.state(n)) for n in (norm, by_hand)))
+
+
+def test_a_diff_state_chooses_what_is_differentiated():
+    only_bias = nnx.DiffState(0, nnx.PathContains("bias"))
+    ours = optax_accum.value_and_grad(
+        nnx_loss, argnums=only_bias, batch_argnums=(1, 2), microbatch_size=2
+    )
+    model = Normalised(nnx.Rngs(0))
+    model.eval()
+    value, grads = jax.jit(ours)(model, X, Y)
+    want = nnx.value_and_grad(nnx_loss, argnums=only_bias)(model, X, Y)
+    close((value, nnx.to_pure_dict(grads)), (want[0], nnx.to_pure_dict(want[1])))
+    assert "kernel" not in grads["linear"]
+
+
+def test_a_module_that_becomes_another_one_is_refused():
+    class Sowing(nnx.Linear):
+        def __call__(self, x):
+            self.seen = nnx.Intermediate(x)
+            return super().__call__(x)
+
+    class Setting(nnx.Linear):
+        def __call__(self, x):
+            self.calls = 1
+            return super().__call__(x)
+
+    ours = optax_accum.value_and_grad(nnx_loss, batch_argnums=(1, 2), microbatch_size=2)
+    with pytest.raises(TypeError, match=r"new variables at \[.*seen"):
+        ours(Sowing(3, 1, rngs=nnx.Rngs(0)), X, Y)
+    with pytest.raises(TypeError, match="more than its variables"):
+        ours(Setting(3, 1, rngs=nnx.Rngs(0)), X, Y)
 
 
 def test_the_batch_statistics_of_linen_are_carried():
