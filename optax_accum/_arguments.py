@@ -10,6 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
+from optax_accum._roles import Argument
 from optax_accum._split import Split
 from optax_accum._tree import is_array
 
@@ -201,30 +202,9 @@ def check_trained(argnums: Any) -> tuple[tuple[int, ...], tuple[Any, ...]]:
     return check_argnums("argnums", plain if several else plain[0]), filters
 
 
-def resolve_argnums(
-    numbers: dict[str, tuple[int, ...]], args: Sequence[Any]
-) -> list[tuple[int, ...]]:
-    """The numbers counted from the front; no argument may be in two roles."""
-    roles, resolved = {}, []
-    for name, argnums in numbers.items():
-        for i in argnums:
-            if not -len(args) <= i < len(args):
-                raise ValueError(
-                    f"{name} has {i}, but fun got {len(args)} positional arguments,"
-                    " counted from 0. Arguments that fun takes by keyword only have no"
-                    " number and are the same for all microbatches."
-                )
-            if i % len(args) in roles:
-                raise ValueError(
-                    f"{name} and {roles[i % len(args)]} both have argument"
-                    f" {i % len(args)}; it can be in one of them only."
-                )
-            roles[i % len(args)] = name
-        resolved.append(tuple(i % len(args) for i in argnums))
-    return resolved
-
-
-def check_microbatches(microbatch_size: Any, num_microbatches: Any) -> None:
+def check_microbatches(
+    microbatch_size: Any, num_microbatches: Any
+) -> tuple[int | None, int | None]:
     """Exactly one of the two, an int of at least 1."""
     given = {
         "microbatch_size": microbatch_size,
@@ -241,14 +221,16 @@ def check_microbatches(microbatch_size: Any, num_microbatches: Any) -> None:
         raise TypeError(f"{name} must be an int of at least 1, got {x!r}.")
     if x < 1:
         raise ValueError(f"{name} must be an int of at least 1, got {x}.")
+    x = operator.index(x)
+    return (x, None) if name == "microbatch_size" else (None, x)
 
 
-def check_batch(batch: dict[int, Any]) -> int:
+def check_batch(batch: dict[Argument, Any]) -> int:
     """The number of examples, which all arrays of a batch must agree on."""
     sizes: dict[int, list[str]] = {}
     for i, tree in batch.items():
         for path, x in jax.tree.leaves_with_path(tree):
-            name = f"argument {i}{jax.tree_util.keystr(path)}"
+            name = f"argument {i!r}{jax.tree_util.keystr(path)}"
             if not is_array(x):
                 raise TypeError(
                     f"The batch must be made of arrays, but {name} is {x!r}."
@@ -262,7 +244,7 @@ def check_batch(batch: dict[int, Any]) -> int:
             sizes.setdefault(jnp.shape(x)[0], []).append(name)
     if not sizes or 0 in sizes:
         raise ValueError(
-            f"There are no examples in the batch, arguments {sorted(batch)} by"
+            f"There are no examples in the batch, arguments {[*batch]} by"
             " batch_argnums."
         )
     if len(sizes) > 1:
@@ -274,7 +256,7 @@ def check_batch(batch: dict[int, Any]) -> int:
     return next(iter(sizes))
 
 
-def check_layout(batch: dict[int, Any], split: Split) -> None:
+def check_layout(batch: dict[Argument, Any], split: Split) -> None:
     """On an explicit mesh, that each device keeps its own examples."""
     if split.microbatches == 1:
         return
@@ -294,11 +276,12 @@ def check_layout(batch: dict[int, Any], split: Split) -> None:
             )
 
 
-def check_differentiable(params: dict[int, Any]) -> None:
+def check_differentiable(params: dict[Argument, Any]) -> None:
     """That there is something to differentiate, and that JAX can."""
     for i, tree in params.items():
-        arrays = [(p, x) for p, x in jax.tree.leaves_with_path(tree) if is_array(x)]
-        if not arrays:
+        leaves = jax.tree.leaves_with_path(tree)
+        arrays = [(path, x) for path, x in leaves if is_array(x)]
+        if leaves and not arrays:
             raise TypeError(
                 f"argnums has {i}, but there are no arrays in argument {i} to"
                 f" differentiate, which is {jax.tree.structure(tree)}."

@@ -57,12 +57,23 @@ class Modules:
         # NNX forbids to change a variable from within a trace that it is older than;
         # a map makes new ones.
         states, state = jax.tree.map(lambda x: x, (states, state))
+        before = [jax.tree.leaves_with_path(tree) for tree in (states, state)]
         modules = self._nnx.merge(self._graph, states, state)
 
         def current_state():
-            graph, _, now = self._split(modules)
+            graph, now_states, now = self._split(modules)
             if graph != self._graph:
-                raise TypeError(_changed(jax.tree.leaves_with_path(now), state))
+                raise TypeError(_changed(dict(before[1]), now))
+            now_states = self._nnx.State(now_states)
+            for (path, x), y in zip(
+                before[0], jax.tree.leaves(now_states), strict=True
+            ):
+                if x is not y:
+                    raise TypeError(
+                        f"fun assigned to {jax.tree_util.keystr(path[1:])} of a module,"
+                        " which is differentiated and so must be the same for all"
+                        " microbatches. Make it another kind of nnx.Variable."
+                    )
             return now
 
         return dict(inputs) | self._fill(inputs, modules), current_state
@@ -99,12 +110,11 @@ class Modules:
         return filled
 
 
-def _changed(now: list[tuple[Any, Any]], before: Any) -> str:
-    known = {path for path, _ in jax.tree.leaves_with_path(before)}
-    new = [jax.tree_util.keystr(path) for path, _ in now if path not in known]
-    what = (
-        f"got new variables at {new}" if new else "changed in more than its variables"
-    )
+def _changed(known: Mapping[Any, Any], now: Any) -> str:
+    new = [path for path, _ in jax.tree.leaves_with_path(now) if path not in known]
+    what = "changed in more than its variables"
+    if new:
+        what = f"got new variables at {[jax.tree_util.keystr(p[1:]) for p in new]}"
     return (
         f"A module {what} while fun ran. Its state is carried from microbatch to"
         " microbatch, so it must be there before: call the model once beforehand, or"

@@ -55,20 +55,35 @@ class Split(NamedTuple):
 
     def join(self, full: jax.Array, last: jax.Array | None) -> jax.Array:
         """The examples of `[whole, size, ...]` and `[rest, ...]` in their old order."""
-        shape = (self.whole, self.blocks, self.size // self.blocks, *full.shape[2:])
-        blocked = jnp.moveaxis(full.reshape(shape), 0, 1)
-        blocked = blocked.reshape(self.blocks, -1, *full.shape[2:])
+        width, trailing = self.size // self.blocks, full.shape[2:]
+        blocked = full.reshape(self.whole, self.blocks, width, *trailing)
+        blocked = jnp.moveaxis(blocked, 0, 1)
+        blocked = blocked.reshape(self.blocks, self.whole * width, *trailing)
         if last is not None:
             blocked = jnp.concatenate([blocked, self._blocked(last)], axis=1)
-        return blocked.reshape(-1, *full.shape[2:])
+        return blocked.reshape(self.whole * self.size + self.rest, *trailing)
 
     def _blocked(self, x: jax.Array) -> jax.Array:
         return x.reshape(self.blocks, x.shape[0] // self.blocks, *x.shape[1:])
 
 
-def split_keys(keys: Any, n: int) -> Any:
-    """Splits each key of a pytree into `n`, along a new leading axis."""
-    # A single microbatch is the batch, and so gets what the batch would.
-    if n == 1:
-        return jax.tree.map(lambda key: key[None], keys)
-    return jax.tree.map(lambda key: jax.random.split(key, n), keys)
+def split_keys(keys: dict[Any, Any], split: Split) -> tuple[Any, Any]:
+    """A key for each microbatch: those of the whole ones, stacked, and of the rest."""
+    whole, last = {}, {}
+    for name, tree in keys.items():
+        try:
+            # A single microbatch is the batch, and so gets what the batch would.
+            each = jax.tree.map(
+                lambda key: jax.random.split(key, max(split.microbatches, 2)), tree
+            )
+            if split.microbatches == 1:
+                each = jax.tree.map(lambda key: key[None], tree)
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"By key_argnums argument {name!r} is random keys, but: {error}"
+            ) from None
+        whole[name], last[name] = each, None
+        if split.rest:
+            whole[name] = jax.tree.map(lambda x: x[:-1], each)
+            last[name] = jax.tree.map(lambda x: x[-1], each)
+    return whole, last

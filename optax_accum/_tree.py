@@ -29,7 +29,7 @@ def where_else_zero(pred: jax.Array | bool, tree: Tree) -> Tree:
     )
 
 
-def like(new: Tree, old: Tree, what: str, *, cast: bool = True) -> Tree:
+def like(new: Tree, old: Tree, what: str, *, exact: bool = False) -> Tree:
     """`new` in the structure, the shapes and the dtypes of `old`.
 
     Where `new` has `None`, or `old` has what is no array, `old` stays.
@@ -38,7 +38,7 @@ def like(new: Tree, old: Tree, what: str, *, cast: bool = True) -> Tree:
       new: the tree to fit.
       old: the tree to fit it to.
       what: names the tree in an error.
-      cast: whether an array of another dtype is cast, or else is an error.
+      exact: whether an array of another dtype, or `None` for an array, is an error.
 
     Raises:
       TypeError: the structures differ, or an array cannot take the other's place.
@@ -51,13 +51,13 @@ def like(new: Tree, old: Tree, what: str, *, cast: bool = True) -> Tree:
             f"\n  it has:      {new_treedef}\n  it replaces: {treedef}"
         )
     return treedef.unflatten(
-        _like_leaf(path, x, y, what, cast)
+        _like_leaf(path, x, y, what, exact)
         for (path, x), y in zip(new_leaves, old_leaves, strict=True)
     )
 
 
-def _like_leaf(path: Any, new: Any, old: Any, what: str, cast: bool) -> Any:
-    if new is None or not is_array(old):
+def _like_leaf(path: Any, new: Any, old: Any, what: str, exact: bool) -> Any:
+    if not is_array(old) or (new is None and not exact):
         return old
     if not is_array(new):
         new_type = type(new).__name__
@@ -66,7 +66,7 @@ def _like_leaf(path: Any, new: Any, old: Any, what: str, cast: bool) -> Any:
         if new.shape == old_type.shape:
             if new.dtype == old_type.dtype:
                 return new
-            if cast and (jnp.iscomplexobj(old) or not jnp.iscomplexobj(new)):
+            if not exact and (jnp.iscomplexobj(old) or not jnp.iscomplexobj(new)):
                 return new.astype(old_type.dtype)
     raise TypeError(
         f"{what} must have the shapes and dtypes of what it replaces, but"

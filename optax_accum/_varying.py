@@ -5,6 +5,8 @@ from typing import Any
 import jax
 from jax import lax
 
+from optax_accum._tree import is_array, is_none
+
 
 def axes_of(x: Any) -> frozenset:
     """The axes over which an array, or what `jax.typeof` says of one, varies."""
@@ -24,16 +26,37 @@ def zeros_of(aval: Any, dtype: Any = None) -> jax.Array:
     return vary(zeros, axes_of(aval))
 
 
-def vary_as_carry(step: Any, carry: Any, x: Any) -> Any:
-    """The first carry of a scan, varying over the axes over which the next one does."""
+def vary_all(tree: Any, axes: frozenset) -> Any:
+    """The arrays of a tree as such that vary over these axes too."""
+    return jax.tree.map(lambda x: vary(x, axes) if is_array(x) else x, tree)
+
+
+def sum_as(tree: Any, old: Any) -> Any:
+    """The sums over the axes over which `tree` varies and `old`, of its form, does not.
+
+    Such is the gradient by what does not vary. `None` stays.
+    """
+
+    def sum_leaf(x, y):
+        extra = () if x is None else tuple(axes_of(x) - axes_of(y))
+        return lax.psum(x, extra) if extra else x
+
+    return jax.tree.map(sum_leaf, tree, old, is_leaf=is_none)
+
+
+def vary_as_carry(step: Any, carry: Any, xs: Any) -> Any:
+    """The first carry of a scan, varying over the axes over which the next ones do."""
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return carry
-    axes = []
+    before, axes = None, []
 
-    def note_axes(carry, x):
-        carry, _ = step(carry, x)
-        axes.extend(map(axes_of, jax.tree.leaves(carry)))
+    def note_axes(carry, xs):
+        carry, _ = step(carry, jax.tree.map(lambda x: x[0], xs))
+        axes[:] = map(axes_of, jax.tree.leaves(carry))
 
-    jax.eval_shape(note_axes, carry, x)
-    leaves, treedef = jax.tree.flatten(carry)
-    return treedef.unflatten(map(vary, leaves, axes))
+    while axes != before:  # what varies may make more vary in the step after
+        before = axes.copy()
+        jax.eval_shape(note_axes, carry, xs)
+        leaves, treedef = jax.tree.flatten(carry)
+        carry = treedef.unflatten(map(vary, leaves, axes))
+    return carry

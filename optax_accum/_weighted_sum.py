@@ -22,7 +22,8 @@ def sum_dtype(dtype: DTypeLike, given: DTypeLike | None = None) -> jnp.dtype:
         return jnp.promote_types(dtype, given or jnp.complex64)
     if given is not None:
         return jnp.dtype(given)
-    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+    wide = dtype in (jnp.float64, jnp.int64, jnp.uint64)
+    return jnp.dtype(jnp.float64 if wide else jnp.float32)
 
 
 def add(

@@ -123,6 +123,21 @@ def test_a_module_may_be_passed_by_keyword():
     close(*(nnx.to_pure_dict(nnx.state(n)) for n in (norm, by_hand)))
 
 
+def test_variables_that_two_modules_share_are_one():
+    tied = nnx.BatchNorm(3, momentum=0.5, rngs=nnx.Rngs(0))
+
+    def loss_fn(first, second, x, y):
+        return mse(second(first(x)), y)
+
+    ours = optax_accum.value_and_grad(
+        loss_fn, argnums=(0, 1), batch_argnums=(2, 3), num_microbatches=1
+    )
+    other = nnx.clone(tied)
+    got = ours(tied, tied, X, Y)
+    close(got, nnx.value_and_grad(loss_fn, argnums=(0, 1))(other, other, X, Y))
+    close(*(nnx.to_pure_dict(nnx.state(n)) for n in (tied, other)))
+
+
 def test_a_diff_state_chooses_what_is_differentiated():
     only_bias = nnx.DiffState(0, nnx.PathContains("bias"))
     ours = optax_accum.value_and_grad(
@@ -152,6 +167,17 @@ def test_a_module_that_becomes_another_one_is_refused():
         ours(Sowing(3, 1, rngs=nnx.Rngs(0)), X, Y)
     with pytest.raises(TypeError, match="more than its variables"):
         ours(Setting(3, 1, rngs=nnx.Rngs(0)), X, Y)
+
+
+def test_a_parameter_that_fun_assigns_to_is_refused():
+    class Moving(nnx.Linear):
+        def __call__(self, x):
+            self.bias[...] = jnp.mean(x, axis=0)[:1]
+            return super().__call__(x)
+
+    ours = optax_accum.value_and_grad(nnx_loss, batch_argnums=(1, 2), microbatch_size=2)
+    with pytest.raises(TypeError, match=r"assigned to .*bias"):
+        ours(Moving(3, 1, rngs=nnx.Rngs(0)), X, Y)
 
 
 def test_the_batch_statistics_of_linen_are_carried():

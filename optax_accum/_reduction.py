@@ -1,0 +1,223 @@
+"""What becomes of the arrays that each microbatch gives: value, gradients, aux."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from optax_accum._split import Split
+from optax_accum._varying import axes_of, zeros_of
+from optax_accum._weighted_sum import add, divide, sum_dtype
+
+MODES = ("mean", "sum", "stack", "last")
+
+
+class Part(NamedTuple):
+    """What one microbatch gives.
+
+    Attributes:
+      out: its value, gradients and auxiliary output.
+      carry: what goes on to the next one.
+      weight: float scalar, or `None` for the usual weight.
+      counted: boolean scalar, or `None` if it counts in any case.
+    """
+
+    out: Any
+    carry: Any
+    weight: jax.Array | None
+    counted: jax.Array | None
+
+
+class Sums(NamedTuple):
+    """What is kept of all microbatches so far."""
+
+    weight: jax.Array
+    leaves: list[Any]
+    carry: Any
+
+
+class Reduction(NamedTuple):
+    """How to reduce one array over the microbatches.
+
+    Attributes:
+      mode: one of `MODES`.
+      type: of the array, as `jax.typeof` gives it.
+      sum_dtype: the dtype in which to add it up.
+      dtype: the dtype of the result.
+    """
+
+    mode: str
+    type: Any
+    sum_dtype: jnp.dtype
+    dtype: jnp.dtype
+
+    @classmethod
+    def of(cls, mode: str, x: Any, given: DTypeLike | None = None) -> "Reduction":
+        if mode in ("last", "stack"):
+            return cls(mode, x, x.dtype, x.dtype)
+        wide = sum_dtype(x.dtype, given)
+        if mode == "sum" and not jnp.issubdtype(x.dtype, jnp.inexact):
+            # Whole numbers stay whole.
+            unsigned = jnp.issubdtype(x.dtype, jnp.unsignedinteger)
+            wide = jnp.dtype(jnp.uint32 if unsigned else jnp.int32)
+            wide = max(wide, x.dtype, key=lambda dtype: dtype.itemsize)
+        own = jnp.issubdtype(x.dtype, jnp.inexact) and given is None
+        return cls(mode, x, wide, x.dtype if own else wide)
+
+    def zeros(self) -> Any:
+        if self.mode == "stack":
+            return ()
+        return zeros_of(self.type, self.sum_dtype)
+
+    def add(
+        self, acc: Any, x: jax.Array, weight: Any, empty: bool, counted: Any
+    ) -> Any:
+        if self.mode == "stack":
+            return ()
+        if self.mode == "last":
+            return jnp.where(counted, x, acc)
+        if jnp.issubdtype(self.sum_dtype, jnp.integer):
+            return jnp.where(counted, acc + x.astype(acc.dtype), acc)
+        weight = weight if self.mode == "mean" else None
+        return add(acc, x, weight, empty=empty, counted=counted)
+
+    def result(self, acc: jax.Array, divisor: jax.Array) -> jax.Array:
+        if self.mode == "last":  # of any dtype, a random key's too
+            return acc
+        if self.mode == "mean":
+            acc = divide(acc.astype(sum_dtype(acc.dtype)), divisor)
+        return acc.astype(self.dtype)
+
+
+def plan(
+    one: Callable[..., Part],
+    split: Split,
+    batch: Any,
+    keys: Any,
+    carry: Any,
+    aux: Any,
+    dtype: DTypeLike | None,
+) -> tuple[list[Reduction], Any]:
+    """A reduction for each array that `one` gives, and how these arrays are nested.
+
+    Raises:
+      TypeError, ValueError: the auxiliary output does not fit its modes in `aux`.
+    """
+    types = _types(one, split, batch, keys, carry)
+    value, grads, out = types[0]
+    try:
+        modes = jax.tree.map(lambda mode, x: jax.tree.map(lambda _: mode, x), aux, out)
+    except ValueError:
+        raise ValueError(
+            "aux must be one of the words, or a pytree prefix of what fun returns as"
+            f" its auxiliary output, got {aux!r} for {jax.tree.structure(out)}."
+        ) from None
+    reductions = [Reduction.of("mean", value)]
+    reductions += [Reduction.of("mean", g, dtype) for g in jax.tree.leaves(grads)]
+    rests = jax.tree.leaves(types[-1][2])
+    for mode, (path, x), rest in zip(
+        jax.tree.leaves(modes), jax.tree.leaves_with_path(out), rests, strict=True
+    ):
+        _check_mode(mode, jax.tree_util.keystr(path) or "the root", x, rest, split)
+        reductions.append(Reduction.of(mode, x))
+    return reductions, jax.tree.structure(types[0])
+
+
+def value_axes(
+    one: Callable[..., Part], split: Split, batch: Any, keys: Any, carry: Any
+) -> frozenset:
+    """The axes of a `shard_map` over which the value that `one` gives varies."""
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return frozenset()
+    value, _, _ = _types(one, split, batch, keys, carry)[0]
+    return axes_of(value)
+
+
+def _types(
+    one: Callable[..., Part], split: Split, batch: Any, keys: Any, carry: Any
+) -> list[Any]:
+    """The types of what `one` gives of a whole microbatch, and of the rest if any."""
+
+    def types_of(part, keys, carry):
+        noted = []
+
+        def note(part, key, carry):
+            noted.append(jax.tree.map(jax.typeof, one(part, key, carry).out))
+
+        jax.eval_shape(note, part, keys, carry)
+        return noted[0]
+
+    key = jax.eval_shape(lambda keys: jax.tree.map(lambda x: x[0], keys), keys)
+    parts = [jax.eval_shape(split.full, batch, 0)]
+    if split.rest:
+        parts.append(jax.eval_shape(split.last, batch))
+    return [types_of(part, key, carry) for part in parts]
+
+
+def _check_mode(mode: str, at: str, x: Any, rest: Any, split: Split) -> None:
+    """That an auxiliary output, and that of the last microbatch, can be so reduced."""
+    if mode == "stack":
+        for out, size in ((x, split.size), (rest, split.rest or split.size)):
+            if out.shape[:1] != (size,):
+                raise ValueError(
+                    'aux="stack" needs arrays with the examples along their leading'
+                    f" axis, here {size} of them; at {at} there is {out}."
+                )
+    elif x.shape != rest.shape:
+        raise ValueError(
+            f"The auxiliary output at {at} is {x} for a microbatch of {split.size}"
+            f" examples and {rest} for the last one, of {split.rest}, so there is no"
+            f' {mode} of it. If it has a row for each example, say aux="stack".'
+        )
+    elif mode != "last" and not (
+        jnp.issubdtype(x.dtype, jnp.number) or x.dtype == jnp.bool_
+    ):
+        raise TypeError(
+            f'The auxiliary output at {at} is {x}, which has no {mode}. Say aux="last"'
+            ' or aux="stack" for it.'
+        )
+
+
+def add_part(
+    reductions: list[Reduction], sums: Sums, part: Part, share: int, empty: bool
+) -> tuple[Sums, list[jax.Array]]:
+    """The sums with one more microbatch, and what is to be stacked of it.
+
+    Without a weight of its own the microbatch has that of its `share`.
+    """
+    weight = part.weight
+    if weight is None and share != 1:
+        weight = share
+    counted: Any = True if part.counted is None else part.counted
+    out = jax.tree.leaves(part.out)
+    leaves = [
+        reduction.add(acc, x, weight, empty, counted)
+        for reduction, acc, x in zip(reductions, sums.leaves, out, strict=True)
+    ]
+    added = jnp.where(counted, 1 if weight is None else weight, 0)
+    carry = part.carry
+    if part.counted is not None:
+        carry = jax.tree.map(
+            lambda new, old: jnp.where(counted, new, old), carry, sums.carry
+        )
+    stacked = [x for r, x in zip(reductions, out, strict=True) if r.mode == "stack"]
+    total = sums.weight + added.astype(sums.weight.dtype)
+    return Sums(total, leaves, carry), stacked
+
+
+def results(
+    reductions: list[Reduction],
+    sums: Sums,
+    stacks: list[jax.Array],
+    rests: list[Any],
+    split: Split,
+) -> list[jax.Array]:
+    """The reduced arrays."""
+    divisor = jnp.where(sums.weight == 0, 1, sums.weight)
+    joined = map(split.join, stacks, rests)
+    return [
+        next(joined) if r.mode == "stack" else r.result(x, divisor)
+        for r, x in zip(reductions, sums.leaves, strict=True)
+    ]
