@@ -16,7 +16,8 @@ from optax import microbatching
 from rich.console import Console
 
 import optax_accum
-from benchmarks.report import versions
+from benchmarks.report import show_verdicts, versions
+from benchmarks.targets import Verdict
 from optax_accum._demo import command_line
 from optax_accum._demo.model import make_model
 from optax_accum._demo.text import read_text
@@ -57,10 +58,14 @@ def main(args: list[str]) -> None:
         command_line.fail("--batch-size must be a multiple of --microbatches.")
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     console.print(", ".join(f"{name} {value}" for name, value in versions().items()))
+    measured = {}
     for model in (transformer, wide_mlp):
         loss_fn, params, batch = model(options.batch_size)
         contenders = measure(loss_fn, params, batch, options)
-        console.print(table(model.__name__.replace("_", " "), contenders, params))
+        name = model.__name__.replace("_", " ")
+        measured[name] = {c.name: c for c in contenders}
+        console.print(table(name, contenders, params))
+    console.print(show_verdicts(judge(measured)))
 
 
 def transformer(batch_size: int) -> tuple[Loss, Any, Any]:
@@ -155,6 +160,28 @@ def table(model: str, contenders: list[Contender], params: Any) -> rich.table.Ta
             f"{c.compile_s:.2f}",
         )
     return view
+
+
+def judge(measured: dict[str, dict[str, Contender]]) -> list[Verdict]:
+    """What is promised of `value_and_grad`, and the worst that was measured of it."""
+
+    def verdict(what, limit, value):
+        found = [(value(by_name), model) for model, by_name in measured.items()]
+        worst, where = max((x for x in found if x[0] is not None), default=(None, None))
+        return Verdict(what, limit, worst, where)
+
+    def temporaries(by_name):
+        ours, theirs = (by_name[name].temporary_bytes for name in (OURS, BY_HAND))
+        return None if ours is None or theirs is None else ours / theirs
+
+    def time(other):
+        return lambda by_name: _ratio(by_name[OURS], by_name[other])
+
+    return [
+        verdict(f"time / {BY_HAND}", 1.03, time(BY_HAND)),
+        verdict(f"time / {OPTAX}", 1.0, time(OPTAX)),
+        verdict(f"temporaries / {BY_HAND}", 1.02, temporaries),
+    ]
 
 
 def _ratio(c: Contender, other: Contender) -> float:

@@ -63,7 +63,7 @@ def show_verdicts(verdicts: Sequence[Verdict]) -> rich.table.Table:
     view.add_column()
     view.add_column("where")
     for v in verdicts:
-        worst = _number(v.worst, ".3g")
+        worst = _number(v.worst, ".4g")
         view.add_row(v.what, f"{v.limit:g}", worst, words[v.met], v.where)
     return view
 

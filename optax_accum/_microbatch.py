@@ -223,21 +223,28 @@ def value_and_grad(
             one_of = one_by(vary_all(params, axes))
         reductions, treedef = plan(one_of, split, batch, keys, carry, aux, dtype)
 
-        def take(sums, batch, key, share, empty=False):
-            part = one_of(batch, key, sums.carry)
+        def take(sums, batch, key, size, *, first=False, last):
+            part, share = one_of(batch, key, sums.carry), size // split.blocks
             if split.microbatches == 1:  # a mean over one, whatever its weight
                 part, share = part._replace(weight=None), 1
-            return add_part(reductions, sums, part, share, empty)
+            return add_part(reductions, sums, part, share, first=first, last=last)
 
-        def step(sums, xs, empty=False):
+        def step(sums, xs):
             i, key = xs
-            share = split.size // split.blocks
-            return take(sums, split.full(batch, i), key, share, empty)
+            last = split.rest == 0 and i == split.whole - 1
+            return take(sums, split.full(batch, i), key, split.size, last=last)
 
         sums = Sums(jnp.zeros([], float), [r.zeros() for r in reductions], carry)
         if split.whole == 1:
             key = jax.tree.map(lambda x: x[0], keys)
-            sums, stacks = step(sums, (0, key), empty=True)
+            sums, stacks = take(
+                sums,
+                split.full(batch, 0),
+                key,
+                split.size,
+                first=True,
+                last=not split.rest,
+            )
             stacks = [x[None] for x in stacks]
         else:
             xs = jnp.arange(split.whole), keys
@@ -245,8 +252,7 @@ def value_and_grad(
             sums, stacks = lax.scan(step, sums, xs)
         rests = [None] * len(stacks)
         if split.rest:
-            share = split.rest // split.blocks
-            sums, rests = take(sums, split.last(batch), last_key, share)
+            sums, rests = take(sums, split.last(batch), last_key, split.rest, last=True)
 
         carry, module_state = sums.carry
         modules.update(module_state)

@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from optax_accum._split import Split
 from optax_accum._varying import axes_of, zeros_of
-from optax_accum._weighted_sum import add, divide, sum_dtype
+from optax_accum._weighted_sum import add, sum_dtype
 
 MODES = ("mean", "sum", "stack", "last")
 
@@ -72,7 +72,14 @@ class Reduction(NamedTuple):
         return zeros_of(self.type, self.sum_dtype)
 
     def add(
-        self, acc: Any, x: jax.Array, weight: Any, empty: bool, counted: Any
+        self,
+        acc: Any,
+        x: jax.Array,
+        weight: Any,
+        *,
+        empty: bool,
+        counted: Any,
+        divisor: Any,
     ) -> Any:
         if self.mode == "stack":
             return ()
@@ -80,15 +87,13 @@ class Reduction(NamedTuple):
             return jnp.where(counted, x, acc)
         if jnp.issubdtype(self.sum_dtype, jnp.integer):
             return jnp.where(counted, acc + x.astype(acc.dtype), acc)
-        weight = weight if self.mode == "mean" else None
-        return add(acc, x, weight, empty=empty, counted=counted)
+        if self.mode == "sum":
+            return add(acc, x, empty=empty, counted=counted)
+        return add(acc, x, weight, empty=empty, counted=counted, divisor=divisor)
 
-    def result(self, acc: jax.Array, divisor: jax.Array) -> jax.Array:
-        if self.mode == "last":  # of any dtype, a random key's too
-            return acc
-        if self.mode == "mean":
-            acc = divide(acc.astype(sum_dtype(acc.dtype)), divisor)
-        return acc.astype(self.dtype)
+    def result(self, acc: jax.Array) -> jax.Array:
+        # What is "last" may be of any dtype, a random key's too.
+        return acc if self.mode == "last" else acc.astype(self.dtype)
 
 
 def plan(
@@ -181,29 +186,37 @@ def _check_mode(mode: str, at: str, x: Any, rest: Any, split: Split) -> None:
 
 
 def add_part(
-    reductions: list[Reduction], sums: Sums, part: Part, share: int, empty: bool
+    reductions: list[Reduction],
+    sums: Sums,
+    part: Part,
+    share: int,
+    *,
+    first: bool,
+    last: jax.Array | bool,
 ) -> tuple[Sums, list[jax.Array]]:
     """The sums with one more microbatch, and what is to be stacked of it.
 
-    Without a weight of its own the microbatch has that of its `share`.
+    Without a weight of its own the microbatch has that of its `share`. With the last
+    one the weighted sums become means, in the same pass over memory.
     """
     weight = part.weight
     if weight is None and share != 1:
         weight = share
     counted: Any = True if part.counted is None else part.counted
+    added = jnp.where(counted, 1 if weight is None else weight, 0)
+    total = sums.weight + added.astype(sums.weight.dtype)
+    divisor = jnp.where(jnp.logical_and(last, total != 0), total, 1)
     out = jax.tree.leaves(part.out)
     leaves = [
-        reduction.add(acc, x, weight, empty, counted)
-        for reduction, acc, x in zip(reductions, sums.leaves, out, strict=True)
+        r.add(acc, x, weight, empty=first, counted=counted, divisor=divisor)
+        for r, acc, x in zip(reductions, sums.leaves, out, strict=True)
     ]
-    added = jnp.where(counted, 1 if weight is None else weight, 0)
     carry = part.carry
     if part.counted is not None:
         carry = jax.tree.map(
             lambda new, old: jnp.where(counted, new, old), carry, sums.carry
         )
     stacked = [x for r, x in zip(reductions, out, strict=True) if r.mode == "stack"]
-    total = sums.weight + added.astype(sums.weight.dtype)
     return Sums(total, leaves, carry), stacked
 
 
@@ -214,10 +227,9 @@ def results(
     rests: list[Any],
     split: Split,
 ) -> list[jax.Array]:
-    """The reduced arrays."""
-    divisor = jnp.where(sums.weight == 0, 1, sums.weight)
+    """The reduced arrays, once all microbatches are in the sums."""
     joined = map(split.join, stacks, rests)
     return [
-        next(joined) if r.mode == "stack" else r.result(x, divisor)
+        next(joined) if r.mode == "stack" else r.result(x)
         for r, x in zip(reductions, sums.leaves, strict=True)
     ]
