@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,8 @@ class Options:
     """How many microbatches to make of it; has to divide the batch size."""
     rounds: int = 40
     """How often to run each contender."""
+    models: tuple[Literal["transformer", "wide_mlp"], ...] = ("transformer", "wide_mlp")
+    """The main job's, and one in which the gradients are what is large."""
 
 
 @dataclass
@@ -59,17 +61,15 @@ def main(args: list[str]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     console.print(", ".join(f"{name} {value}" for name, value in versions().items()))
     measured = {}
-    for model in (transformer, wide_mlp):
-        loss_fn, params, batch = model(options.batch_size)
+    for name in options.models:
+        loss_fn, params, batch = MODELS[name](options.batch_size)
         contenders = measure(loss_fn, params, batch, options)
-        name = model.__name__.replace("_", " ")
         measured[name] = {c.name: c for c in contenders}
         console.print(table(name, contenders, params))
     console.print(show_verdicts(judge(measured)))
 
 
 def transformer(batch_size: int) -> tuple[Loss, Any, Any]:
-    """The main job's."""
     text = read_text(seed=0)
     params, loss_and_tokens = make_model(text.characters, seed=0)
     batch = jnp.asarray(text.training[:batch_size])
@@ -77,7 +77,6 @@ def transformer(batch_size: int) -> tuple[Loss, Any, Any]:
 
 
 def wide_mlp(batch_size: int, width: int = 2048) -> tuple[Loss, Any, Any]:
-    """Where the gradients, not the activations, are what is large."""
     keys = jax.random.split(jax.random.key(0), 4)
     params = [0.02 * jax.random.normal(k, (width, width)) for k in keys[:3]]
     batch = jax.random.normal(keys[3], (batch_size, width))
@@ -89,6 +88,9 @@ def wide_mlp(batch_size: int, width: int = 2048) -> tuple[Loss, Any, Any]:
         return jnp.mean((y - x) ** 2)
 
     return loss_fn, params, batch
+
+
+MODELS = {"transformer": transformer, "wide_mlp": wide_mlp}
 
 
 def by_hand(loss_fn: Loss, count: int) -> Callable[..., Any]:

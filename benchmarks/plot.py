@@ -13,6 +13,8 @@ from benchmarks.contenders import (
     FLOOR,
     HAND_OVER,
     MULTI_STEPS,
+    NNX_OPTIMIZER,
+    TRAIN_STATE,
     UPDATE,
 )
 from benchmarks.measure import Table
@@ -24,6 +26,8 @@ COLOURS = {
     "optax.apply_every": "#c9b79c",
     UPDATE: "#7fb0d6",
     APPLY_GRADIENTS: "#1f5f99",
+    TRAIN_STATE: "#2f7f6f",
+    NNX_OPTIMIZER: "#86bfae",
 }
 GREY = "#6b6b6b"
 

@@ -50,7 +50,8 @@ class Oracle:
 
     def reduce(self):
         w = np.array(self.weights)
-        total = sum(wi * gi for wi, gi in zip(w, self.grads, strict=True))
+        with np.errstate(invalid="ignore"):  # inf - inf is NaN
+            total = sum(wi * gi for wi, gi in zip(w, self.grads, strict=True))
         mean = total / w.sum()
         value = (w * self.values).sum() / w.sum()
         return (mean if self.reduction == "mean" else total), value

@@ -90,20 +90,20 @@ class Training(RuleBasedStateMachine):
     @rule(
         form=st.sampled_from(sorted(FORMS)),
         grad=st.integers(-8, 8),
-        extra_args=st.fixed_dictionaries(
-            {}, optional={"weight": st.integers(0, 3), "release": st.booleans()}
-        ),
+        weight=st.integers(0, 3),
+        release=st.booleans(),
     )
-    def good_microbatch(self, form, grad, extra_args):
-        self.micro_step(form, [grad, 1.0], **extra_args)
+    def good_microbatch(self, form, grad, weight, release):
+        self.micro_step(form, [grad, 1.0], weight=weight, release=release)
 
     @rule(
         form=st.sampled_from(sorted(FORMS)),
         bad=st.sampled_from([np.nan, np.inf, -np.inf]),
-        extra_args=st.fixed_dictionaries({}, optional={"release": st.booleans()}),
+        release=st.booleans(),
     )
-    def bad_microbatch(self, form, bad, extra_args):
-        self.micro_step(form, [1.0, bad], skip=self.on_skip is not None, **extra_args)
+    def bad_microbatch(self, form, bad, release):
+        skip = self.on_skip is not None
+        self.micro_step(form, [1.0, bad], skip=skip, weight=1, release=release)
 
     @rule(save=st.sampled_from([pickled, through_msgpack, jax.device_get]))
     def save_and_restore(self, save):
