@@ -202,6 +202,15 @@ def check_trained(argnums: Any) -> tuple[tuple[int, ...], tuple[Any, ...]]:
     return check_argnums("argnums", plain if several else plain[0]), filters
 
 
+def check_count(name: str, x: Any) -> int:
+    """An int of at least 1."""
+    if isinstance(x, bool) or not isinstance(x, int | np.integer):
+        raise TypeError(f"{name} must be an int of at least 1, got {x!r}.")
+    if x < 1:
+        raise ValueError(f"{name} must be an int of at least 1, got {x}.")
+    return operator.index(x)
+
+
 def check_microbatches(
     microbatch_size: Any, num_microbatches: Any
 ) -> tuple[int | None, int | None]:
@@ -217,11 +226,7 @@ def check_microbatches(
             f" {'both' if given else 'neither'}."
         )
     ((name, x),) = given.items()
-    if isinstance(x, bool) or not isinstance(x, int | np.integer):
-        raise TypeError(f"{name} must be an int of at least 1, got {x!r}.")
-    if x < 1:
-        raise ValueError(f"{name} must be an int of at least 1, got {x}.")
-    x = operator.index(x)
+    x = check_count(name, x)
     return (x, None) if name == "microbatch_size" else (None, x)
 
 

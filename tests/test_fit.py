@@ -1,0 +1,279 @@
+"""The microbatch that fits, against what the compiler and the kernel say."""
+
+import functools
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import optax_accum
+
+BATCH, WIDTH = 24, 64
+PARAMS = {
+    "in": jax.ShapeDtypeStruct((WIDTH, 16 * WIDTH), jnp.float32),
+    "out": jax.ShapeDtypeStruct((16 * WIDTH, WIDTH), jnp.float32),
+}
+X = jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)
+OPT = optax.adamw(0.1)
+
+
+def loss_fn(params, x):
+    return jnp.mean((jnp.tanh(x @ params["in"]) @ params["out"] - x) ** 2)
+
+
+def whole_window(microbatch_size):
+    """The batch in hand, in microbatches inside the step."""
+    fun = optax_accum.value_and_grad(loss_fn, microbatch_size=microbatch_size)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, x):
+        _, grads = fun(params, x)
+        updates, state = OPT.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def one_microbatch(microbatch_size):
+    """A microbatch a call; not jitted, so nothing is donated."""
+    tx = optax_accum.chain(optax_accum.accumulate(BATCH // microbatch_size), OPT)
+
+    def step(params, state, x):
+        grads = jax.grad(loss_fn)(params, x)
+        return optax_accum.apply_gradients(tx, grads, state, params)
+
+    return step
+
+
+def microbatch(size):
+    return jax.ShapeDtypeStruct((size, WIDTH), jnp.float32)
+
+
+WAYS = {
+    "value_and_grad": (whole_window, (PARAMS, jax.eval_shape(OPT.init, PARAMS), X)),
+    "apply_gradients": (
+        one_microbatch,
+        (
+            PARAMS,
+            jax.eval_shape(
+                optax_accum.chain(optax_accum.accumulate(2), OPT).init, PARAMS
+            ),
+            microbatch,
+        ),
+    ),
+}
+SIZES = [1, 2, 3, 4, 6, 8, 12]
+
+
+@functools.cache
+def needed(way, size):
+    build, args = WAYS[way]
+    here = [x(size) if x is microbatch else x for x in args]
+    memory = jax.jit(build(size)).lower(*here).compile().memory_analysis()
+    if way == "value_and_grad":
+        memory = build(size).lower(*here).compile().memory_analysis()
+    return (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes
+    )
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("best", [1, 4, 12])
+def test_the_choice_is_that_of_an_exhaustive_search(way, best):
+    build, args = WAYS[way]
+    limit = needed(way, best) + 10
+    exhaustive = max(size for size in SIZES if needed(way, size) <= limit)
+    assert exhaustive == best
+    heard = []
+    fit = optax_accum.fit_microbatch(
+        build,
+        *args,
+        batch_size=BATCH,
+        memory_limit=limit,
+        headroom=0.0,
+        candidates=SIZES,
+        progress=heard.append,
+    )
+    assert fit.microbatch_size == best
+    assert fit.num_microbatches == BATCH // best
+    assert (fit.bytes_needed, fit.bytes_limit) == (needed(way, best), limit)
+    assert sorted(heard, key=lambda c: c.microbatch_size) == [*fit.candidates]
+    assert len(fit.candidates) <= 3  # of 7
+    for c in fit.candidates:
+        assert c.bytes_needed == needed(way, c.microbatch_size)
+        assert c.fits == (c.bytes_needed <= limit)
+
+
+def test_the_compiled_step_comes_with_it_and_trains():
+    build, _ = WAYS["value_and_grad"]
+    params = jax.tree.map(lambda p: jnp.full(p.shape, 0.1), PARAMS)
+    args = params, OPT.init(params), jnp.ones((BATCH, WIDTH))
+    fit = optax_accum.fit_microbatch(
+        build, *args, batch_size=BATCH, memory_limit=10**9, multiple_of=5
+    )
+    assert (fit.microbatch_size, fit.num_microbatches) == (20, 2)
+    want, _ = build(20)(*jax.tree.map(jnp.copy, args))
+    got, _ = fit.step(*args)
+    np.testing.assert_array_equal(got["in"], want["in"])
+
+
+def test_the_headroom_is_left_free():
+    build, args = WAYS["value_and_grad"]
+    options = {"batch_size": BATCH, "candidates": SIZES}
+    limit = needed("value_and_grad", 4) + 10
+    all_of_it, some = (
+        optax_accum.fit_microbatch(
+            build, *args, memory_limit=limit, headroom=headroom, **options
+        )
+        for headroom in (0.0, 0.02)
+    )
+    assert all_of_it.microbatch_size == 4
+    assert some.microbatch_size < 4
+    assert some.bytes_needed <= 0.98 * limit
+
+
+def test_it_prints_as_a_table():
+    build, args = WAYS["value_and_grad"]
+    limit = needed("value_and_grad", 4) + 10
+    fit = optax_accum.fit_microbatch(
+        build,
+        *args,
+        batch_size=BATCH,
+        memory_limit=limit,
+        headroom=0.0,
+        candidates=SIZES,
+    )
+    heading, *rows = str(fit).splitlines()
+    assert "bytes needed" in heading
+    assert len(rows) == len(fit.candidates)
+    (chosen,) = (row for row in rows if row.endswith("fits <-"))
+    assert chosen.split()[0] == "4"
+    assert any(row.endswith("too large") for row in rows)
+
+
+def test_a_sharded_program_is_judged_by_what_one_device_needs():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    sharded, same = (
+        NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("data",), ())
+    )
+    build, (params, state, x) = WAYS["value_and_grad"]
+
+    def laid_out(tree, sharding):
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+        )
+
+    def fit(x):
+        return optax_accum.fit_microbatch(
+            build,
+            *laid_out((params, state), same),
+            x,
+            batch_size=BATCH,
+            memory_limit=10**9,
+            candidates=[8],
+        ).bytes_needed
+
+    assert fit(laid_out(x, sharded)) < fit(laid_out(x, same))
+
+
+def test_nothing_fits():
+    build, args = WAYS["value_and_grad"]
+    with pytest.raises(MemoryError, match=r"of 2 fits.*needs .*MB.*1\.0 MB"):
+        optax_accum.fit_microbatch(
+            build, *args, batch_size=BATCH, memory_limit=10**6, multiple_of=2
+        )
+
+
+class WithoutAnalysis:
+    """A jitted function on a backend that does not tell, and has room for so many."""
+
+    def __init__(self, size, room, ran):
+        self.size, self.room, self.ran = size, room, ran
+
+    def lower(self, *args):
+        return self
+
+    def compile(self):
+        return self
+
+    def memory_analysis(self):
+        return None
+
+    def __call__(self, *args):
+        self.ran.append(self.size)
+        assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(args))
+        if self.size > self.room:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return args
+
+
+def test_where_the_compiler_does_not_tell_the_candidates_are_run():
+    ran = []
+    fit = optax_accum.fit_microbatch(
+        lambda size: WithoutAnalysis(size, 5, ran), X, batch_size=BATCH
+    )
+    assert fit.microbatch_size == 5
+    assert fit.bytes_needed is None
+    assert len(ran) == len(fit.candidates) <= 5
+    assert "unknown" in str(fit)
+    with pytest.raises(MemoryError, match="more than there is"):
+        optax_accum.fit_microbatch(
+            lambda size: WithoutAnalysis(size, 0, ran), X, batch_size=BATCH
+        )
+
+
+def test_another_error_is_not_taken_for_a_want_of_memory():
+    def build(size):
+        def step(x):
+            raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+        return step
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+        optax_accum.fit_microbatch(build, X, batch_size=4, memory_limit=10**9)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({}, ValueError, "give memory_limit"),
+        ({"batch_size": 0}, ValueError, "batch_size must be .* got 0"),
+        ({"memory_limit": 1.5}, TypeError, "memory_limit must be .* got 1.5"),
+        ({"headroom": 1.0}, ValueError, r"headroom must be .* got 1\.0"),
+        ({"multiple_of": 100}, ValueError, "no candidate.*multiple_of=100"),
+        ({"candidates": [2.0]}, TypeError, "candidates must be"),
+        ({"candidates": []}, ValueError, "no candidate"),
+        ({"build": 3}, TypeError, "build must be a function"),
+    ],
+)
+def test_wrong_arguments_are_named(options, error, words):
+    build = options.pop("build", WAYS["value_and_grad"][0])
+    options = {"batch_size": BATCH, **options}
+    if jax.default_backend() != "cpu" and "give" in words:
+        pytest.skip("the devices tell their memory")
+    with pytest.raises(error, match=words):
+        optax_accum.fit_microbatch(build, *WAYS["value_and_grad"][1], **options)
+
+
+@pytest.mark.parametrize("way", ["value_and_grad", "apply_gradients"])
+def test_under_a_limit_of_the_kernel_it_trains_and_a_larger_one_does_not(way):
+    if sys.platform != "linux":
+        pytest.skip("needs limits of the address space that hold")
+    script = [sys.executable, "-m", "tests.train_in_limited_memory", way]
+    root = Path(__file__).parents[1]
+    for which, trains in (("chosen", True), ("larger", False)):
+        done = subprocess.run(
+            [*script, which], cwd=root, capture_output=True, text=True, timeout=300
+        )
+        assert (done.stdout.strip() == "trained") == trains, done.stderr
+        if not trains:
+            assert "RESOURCE_EXHAUSTED" in done.stderr + done.stdout
