@@ -9,7 +9,7 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from optax_accum import _arguments as arguments
-from optax_accum._tree import is_array, is_none, like, where_else_zero
+from optax_accum._tree import is_array, is_none, like, shorten, where_else_zero
 from optax_accum._weighted_sum import add, sum_dtype
 from optax_accum._window import Accumulation, Window
 
@@ -172,6 +172,7 @@ def accumulate(
         updates, state, params=None, *, weight=None, release=None, **extra_args
     ):
         _check_state(state, every, average_args)
+        arguments.warn_of_typos(extra_args)
         leaves, treedef = jax.tree.flatten(updates, is_leaf=is_none)
         grads = [jnp.asarray(g) if is_array(g) else g for g in leaves]
         if every == 1:
@@ -303,13 +304,13 @@ def _matching(acc_grads: Any, updates: Any, dtype: DTypeLike | None) -> list[Any
         name = jax.tree_util.keystr
         odd = sorted(name(p) for p in dict(grads).keys() - dict(accs).keys())
         missing = sorted(name(p) for p in dict(accs).keys() - dict(grads).keys())
-        differs = f"unexpected: {odd}, missing: {missing}"
+        differs = f"unexpected: {shorten(odd)}, missing: {shorten(missing)}"
         if not odd and not missing:
             differs = "the names are the same, but the containers are of other types"
         raise ValueError(
             "The gradients must have the structure of the parameters given to init;"
             f" {differs}."
-            f"\n  parameters: {acc_def}\n  gradients:  {grad_def}"
+            f"\n  parameters: {shorten(acc_def)}\n  gradients:  {shorten(grad_def)}"
         )
     for (path, acc), (_, g) in zip(accs, grads, strict=True):
         if is_array(g):

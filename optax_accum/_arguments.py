@@ -1,6 +1,8 @@
 """Checks of what users pass in: which argument, what it was, what to do."""
 
+import difflib
 import operator
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
@@ -12,7 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from optax_accum._roles import Argument
 from optax_accum._split import Split
-from optax_accum._tree import is_array
+from optax_accum._tree import differentiable, is_array
 
 LARGEST = 2**31 - 1
 Every = int | Callable[[jax.Array], ArrayLike] | None
@@ -138,10 +140,25 @@ def check_release(release: ArrayLike) -> jax.Array | bool:
     """A boolean scalar; a Python one stays so, for tracing to see."""
     if isinstance(release, bool | np.bool_):
         return bool(release)
-    release = _check_scalar(release, expected := "release must be a boolean scalar")
-    if release.dtype != bool:
-        raise TypeError(f"{expected}, got {jax.typeof(release)}.")
-    return release
+    checked = _check_scalar(release, expected := "release must be a boolean scalar")
+    if checked.dtype != bool:
+        got = release if isinstance(release, int | float) else jax.typeof(checked)
+        raise TypeError(f"{expected}, got {got}.")
+    return checked
+
+
+def warn_of_typos(extra_args: Collection[str]) -> None:
+    """Optax ignores extra arguments that nobody knows; a lost weight is a wrong mean.
+
+    Only a warning, since a transform of the user's may know it.
+    """
+    for name in extra_args:
+        for known in difflib.get_close_matches(name, ("weight", "release"), 1, 0.8):
+            warnings.warn(
+                f"The accumulation ignores the extra argument {name!r}; did you mean"
+                f" {known!r}?",
+                stacklevel=2,
+            )
 
 
 def check_average_arg(name: str, extra_args: dict[str, Any]) -> jax.Array:
@@ -285,7 +302,8 @@ def check_differentiable(params: dict[Argument, Any]) -> None:
     """That there is something to differentiate, and that JAX can."""
     for i, tree in params.items():
         leaves = jax.tree.leaves_with_path(tree)
-        arrays = [(path, x) for path, x in leaves if is_array(x)]
+        chosen = differentiable(tree)
+        arrays = [(path, x) for path, x in leaves if chosen(x)]
         if leaves and not arrays:
             raise TypeError(
                 f"argnums has {i}, but there are no arrays in argument {i} to"

@@ -8,7 +8,7 @@ import optax
 
 from optax_accum._conditional import run_if
 from optax_accum._metrics import accumulate_states
-from optax_accum._tree import is_array, is_none, where_else_zero
+from optax_accum._tree import is_array, is_none, shorten, where_else_zero
 from optax_accum._varying import axes_of, zeros_of
 from optax_accum._window import Accumulation, Window
 
@@ -119,8 +119,8 @@ def apply_gradients(
       tx: any Optax transform.
       grads: gradients, a tree that matches ``params``.
       opt_state: the state of ``tx``. Donate it and ``params`` to the jitted step.
-      params: parameters. A leaf whose update is ``None`` or ``float0`` stays, so an
-        Equinox model will do.
+      params: parameters. What has ``None`` or ``float0`` for a gradient stays as it
+        is, so an Equinox model will do.
       **extra_args: for ``tx.update``; see :func:`optax_accum.accumulate`.
 
     Returns:
@@ -129,6 +129,7 @@ def apply_gradients(
     Raises:
       TypeError: ``opt_state`` is not a state of ``tx``; or there is a ``weight`` or a
         ``release``, and no accumulation in ``tx`` to read it.
+      ValueError: ``params`` does not match ``grads``.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -150,13 +151,38 @@ def apply_gradients(
 
     window = tx.micro_step(grads, opt_state, params, **extra_args)
 
-    def release(params_and_state):
-        params, tail_state = params_and_state
-        updates, tail_state = window.downstream(window.mean, tail_state, params)
-        return _apply(params, updates), tail_state
+    # What has no gradient stays as it is, also what is no array to JAX until it has
+    # been through a conditional: a Python number in a model.
+    leaves, treedef = jax.tree.flatten(grads, is_leaf=is_none)
+    parts = _parts(params, treedef)
+    moving = [i for i, g in enumerate(leaves) if is_array(g)]
 
-    params, tail_state = run_if(window.released, release, (params, window.tail_state))
-    return params, window.close(window.mean, tail_state)
+    def fill(moved):
+        filled = parts.copy()
+        for i, p in zip(moving, moved, strict=True):
+            filled[i] = p
+        return treedef.unflatten(filled)
+
+    def release(moving_and_state):
+        moved, tail_state = moving_and_state
+        here = fill(moved)
+        updates, tail_state = window.downstream(window.mean, tail_state, here)
+        moved = treedef.flatten_up_to(_apply(here, updates))
+        return [moved[i] for i in moving], tail_state
+
+    before = [parts[i] for i in moving], window.tail_state
+    moved, tail_state = run_if(window.released, release, before)
+    return fill(moved), window.close(window.mean, tail_state)
+
+
+def _parts(params: optax.Params, treedef: Any) -> list[Any]:
+    """What of the parameters belongs to each gradient."""
+    try:
+        return treedef.flatten_up_to(params)
+    except ValueError as error:
+        raise ValueError(
+            f"params must have the structure of grads, but: {error}"
+        ) from None
 
 
 def _find_accumulation(transforms: Any) -> tuple[int, Accumulation]:
@@ -198,10 +224,15 @@ def _check_state(state: Any, length: int) -> None:
             " this library from it."
         )
     if not isinstance(state, tuple) or len(state) != length:
+        hint = (
+            "The order is tx, grads, opt_state, params in apply_gradients; a checkpoint"
+            " is to be restored into the structure of tx.init(params)."
+        )
+        if hasattr(state, "opt_state"):
+            hint = "Pass its opt_state."
         raise TypeError(
             f"The state must be a tuple of {length}, as from init of this chain, got"
-            f" {jax.tree.structure(state)}. (The order is tx, grads, opt_state, params"
-            " in apply_gradients.)"
+            f" {shorten(jax.tree.structure(state))}. {hint}"
         )
 
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_accum._accumulate import AccumulateState
+from optax_accum._tree import shorten
 
 
 def released(opt_state: optax.OptState) -> jax.Array:
@@ -80,7 +81,8 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
         prefix = f"{place}/" if len(states) > 1 else ""
         for name in _SCALARS:
             value = getattr(state, name)
-            value = 0 if isinstance(value, tuple) else value  # without `skip`
+            if isinstance(value, tuple):  # without `skip`
+                value = jnp.zeros_like(state.mini_step)
             flat[prefix + name] = jnp.array(value)
     return flat
 
@@ -120,6 +122,6 @@ def _at_least_one(opt_state: optax.OptState) -> dict[str, AccumulateState]:
     if not states:
         raise ValueError(
             "opt_state has no AccumulateState in it; was it made by a transform of"
-            f" optax_accum? Its structure is {jax.tree.structure(opt_state)}."
+            f" optax_accum? Its structure is {shorten(jax.tree.structure(opt_state))}."
         )
     return states

@@ -23,7 +23,7 @@ from optax_accum._reduction import (
 )
 from optax_accum._roles import find_arguments
 from optax_accum._split import Split, split_keys
-from optax_accum._tree import is_array, like
+from optax_accum._tree import differentiable, like
 from optax_accum._varying import sum_as, vary_all, vary_as_carry
 
 
@@ -63,8 +63,9 @@ def value_and_grad(
     Args:
       fun: the loss. It returns a scalar, the mean over its batch; with ``has_aux``, the
         scalar and a pytree.
-      argnums: which positional arguments to differentiate with respect to. Their leaves
-        that are not arrays (functions in an Equinox model) have ``None`` for gradients.
+      argnums: which positional arguments to differentiate with respect to. Leaves that
+        are functions, and in an Equinox model all that ``eqx.filter_grad`` does not
+        differentiate, have ``None`` for gradients.
         Of a Flax NNX module the ``nnx.Param`` are differentiated, or what an
         ``nnx.DiffState`` says, as by ``nnx.value_and_grad``. What else NNX objects
         hold, in whichever argument (batch statistics, random streams, metrics), is
@@ -307,9 +308,10 @@ def grad(
 
 
 def _value_and_grad(loss_fn: Callable[[Any], Any], params: Any) -> tuple[Any, Any]:
-    """With auxiliary output, and by the arrays in `params`; `None` for other leaves."""
+    """With auxiliary output. What is not to be differentiated has `None`."""
     leaves, treedef = jax.tree.flatten(params)
-    slots = [i for i, x in enumerate(leaves) if is_array(x)]
+    chosen = [differentiable(tree)(x) for tree in params for x in jax.tree.leaves(tree)]
+    slots = [i for i, x in enumerate(chosen) if x]
 
     def fill(rest, arrays):
         filled = list(rest)

@@ -12,6 +12,7 @@ from optax_accum import _arguments as arguments
 from optax_accum._accumulate import AccumulateState, SkipFn, accumulate
 from optax_accum._chain import chain, finish
 from optax_accum._metrics import released
+from optax_accum._nnx import pure
 from optax_accum._tree import like
 from optax_accum._window import Accumulation
 
@@ -149,7 +150,9 @@ def from_multi_steps_state(
     """Takes over the state of an `optax.MultiSteps`, also in the middle of a window.
 
     Args:
-      state: the state, for example restored from a checkpoint.
+      state: the state, for example restored from a checkpoint. That of an
+        ``nnx.Optimizer`` will do; put the result into the new one by
+        ``nnx.update(optimizer.opt_state, nnx.state(result))``.
       tx: the transform to go on with: this library's ``MultiSteps`` around the same
         optimizer, or a ``chain`` whose transforms after ``accumulate`` are that
         optimizer. Transforms before it start afresh.
@@ -181,9 +184,10 @@ def from_multi_steps_state(
     """
     if not hasattr(state, "inner_opt_state") or not hasattr(state, "acc_grads"):
         raise TypeError(
-            f"state must be an optax.MultiStepsState, got {type(state).__name__}; a"
-            " checkpoint restored as dicts has to be put into one first."
+            f"state must be an optax.MultiStepsState, got {type(state).__name__}."
+            " Restore a checkpoint into the structure of optax.MultiSteps(...).init."
         )
+    state, params = pure(state), pure(params)
     mini_step, gradient_step = map(jnp.int32, (state.mini_step, state.gradient_step))
     fresh: Any = tx.init(params)
     at = [i for i, s in enumerate(fresh) if isinstance(s, AccumulateState)]

@@ -7,6 +7,12 @@ from typing import Any
 import jax
 
 
+def pure(tree: Any) -> Any:
+    """The arrays in place of the variables of NNX."""
+    nnx: Any = sys.modules.get("flax.nnx")
+    return tree if nnx is None else nnx.as_pure(tree)
+
+
 class Modules:
     """Takes modules apart into what is differentiated and what is only carried.
 

@@ -1,11 +1,27 @@
 """Leaves of the trees that come in as gradients, parameters and states."""
 
+import sys
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 Tree = TypeVar("Tree")
+
+
+def differentiable(tree: Any) -> Callable[[Any], bool]:
+    """Which leaves of an argument to differentiate.
+
+    All that JAX computes with; in one with Equinox modules in it, where numbers and
+    flags are settings, what `eqx.filter_grad` differentiates.
+    """
+    equinox: Any = sys.modules.get("equinox")
+    if equinox is not None:
+        leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, equinox.Module))
+        if any(isinstance(x, equinox.Module) for x in leaves):
+            return equinox.is_inexact_array
+    return is_array
 
 
 def is_none(x: Any) -> bool:
@@ -18,6 +34,12 @@ def is_array(x: Any) -> bool:
     if isinstance(x, bool | int | float | complex):
         return True
     return hasattr(x, "shape") and hasattr(x, "dtype") and x.dtype != jax.dtypes.float0
+
+
+def shorten(structure: Any, most: int = 400) -> str:
+    """A tree's structure for an error; that of a large model is longer than a page."""
+    text = str(structure)
+    return text if len(text) <= most else f"{text[:most]} ... ({len(text)} characters)"
 
 
 def where_else_zero(pred: jax.Array | bool, tree: Tree) -> Tree:
@@ -48,7 +70,8 @@ def like(new: Tree, old: Tree, what: str, *, exact: bool = False) -> Tree:
     if new_treedef != treedef:
         raise TypeError(
             f"{what} must have the structure of what it replaces."
-            f"\n  it has:      {new_treedef}\n  it replaces: {treedef}"
+            f"\n  it has:      {shorten(new_treedef)}"
+            f"\n  it replaces: {shorten(treedef)}"
         )
     return treedef.unflatten(
         _like_leaf(path, x, y, what, exact)

@@ -4,6 +4,7 @@ Flax's own take this library's transforms too. What these save is a pass over th
 parameters in every micro-step: between releases they are neither read nor written.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, Self, TypeVar
 
@@ -51,8 +52,12 @@ class TrainState(train_state.TrainState):
 
     @property
     def gradient_step(self) -> jax.Array:
-        """int32 scalar, how many windows have been released."""
-        return one_state(self.opt_state).gradient_step
+        """int32 scalar, how many windows have been released.
+
+        Raises:
+          ValueError: there is not exactly one accumulation in ``tx``.
+        """
+        return jnp.array(one_state(self.opt_state).gradient_step)
 
     def apply_gradients(
         self,
@@ -76,13 +81,20 @@ class TrainState(train_state.TrainState):
           The new state, with ``step`` one higher.
 
         Raises:
-          TypeError, ValueError: as :func:`optax_accum.apply_gradients`.
+          TypeError: there is no such field to replace; or as
+            :func:`optax_accum.apply_gradients`.
+          ValueError: as :func:`optax_accum.apply_gradients`.
         """
         extra_args = dict(extra_args or {})
-        if weight is not None:
-            extra_args["weight"] = weight
-        if release is not None:
-            extra_args["release"] = release
+        for name, value in (("weight", weight), ("release", release)):
+            if value is not None and extra_args.setdefault(name, value) is not value:
+                raise TypeError(f"{name} is given twice, in extra_args too.")
+        fields = {field.name for field in dataclasses.fields(self)}
+        if unknown := sorted(kwargs.keys() - fields):
+            raise TypeError(
+                f"{unknown[0]} is no field of {type(self).__name__}. What is for"
+                f" tx.update goes into extra_args={{{unknown[0]!r}: ...}}."
+            )
 
         overwrites = isinstance(grads, Mapping) and OVERWRITE_WITH_GRADIENT in grads
         params, opt_state = apply_gradients(
@@ -140,11 +152,15 @@ class Optimizer(nnx.Optimizer[M]):
 
     @property
     def gradient_step(self) -> jax.Array:
-        """int32 scalar, how many windows have been released."""
-        return jnp.asarray(one_state(self.opt_state).gradient_step)
+        """int32 scalar, how many windows have been released.
+
+        Raises:
+          ValueError: there is not exactly one accumulation in ``tx``.
+        """
+        return jnp.array(one_state(self.opt_state).gradient_step)
 
     def update(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, model: M, grads: Any, /, **kwargs: Any
+        self, model: M, grads: Any, **kwargs: Any
     ) -> None:
         """Takes one more microbatch: updates the model and this optimizer in place.
 

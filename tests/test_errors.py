@@ -8,6 +8,8 @@ import numpy as np
 import optax
 import pytest
 from flax.core import FrozenDict
+from flax.training.train_state import TrainState
+from helpers import FORMS
 
 import optax_accum
 from optax_accum import accumulate, chain
@@ -105,7 +107,7 @@ def test_options_are_checked(kwargs, error, words):
         ({"weight": True}, TypeError, ["weight", "bool"]),
         ({"weight": "2"}, TypeError, ["weight", "'2'"]),
         ({"release": jnp.zeros(2, bool)}, ValueError, ["release", r"bool\[2\]"]),
-        ({"release": 1}, TypeError, ["release", "boolean", "int32"]),
+        ({"release": 1}, TypeError, ["release", "boolean", "got 1"]),
         ({"value": jnp.ones(2)}, ValueError, ["value", "average_args"]),
     ],
 )
@@ -333,3 +335,33 @@ def test_a_window_longer_than_can_be_counted():
     tx = accumulate(lambda step: 2**40)
     _, state = tx.update(PARAMS, tx.init(PARAMS))
     assert state.every == 2**31 - 1
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["weights", "wieght", "realease"])
+def test_an_extra_argument_that_looks_like_a_typo_is_warned_of(form, name):
+    tx = chain(accumulate(2), optax.sgd(0.1))
+    with pytest.warns(UserWarning, match=f"{name!r}; did you mean"):
+        FORMS[form](tx, PARAMS, tx.init(PARAMS), PARAMS, **{name: 1})
+
+
+def test_a_whole_train_state_for_its_part_is_told():
+    tx = chain(accumulate(2), optax.sgd(0.1))
+    state = TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+    with raises(TypeError, "tuple of 2", "Pass its opt_state"):
+        tx.update(PARAMS, state, PARAMS)
+
+
+def test_parameters_must_match_the_gradients():
+    tx = chain(accumulate(2), optax.sgd(0.1))
+    for params in (None, {"a": jnp.ones(2)}):
+        with raises(ValueError, "params must have the structure of grads"):
+            optax_accum.apply_gradients(tx, PARAMS, tx.init(PARAMS), params)
+
+
+def test_the_structure_of_a_large_model_does_not_flood_an_error():
+    params = {f"layer{i}": jnp.ones(2) for i in range(1000)}
+    tx = chain(accumulate(2), optax.sgd(0.1))
+    with pytest.raises(ValueError, match="unexpected") as caught:
+        tx.update({"a": jnp.ones(2)}, tx.init(params), params)
+    assert len(str(caught.value)) < 2500

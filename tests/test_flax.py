@@ -108,8 +108,10 @@ def test_a_train_state_can_be_subclassed_and_its_fields_replaced():
     state = state.apply_gradients(grads=jnp.ones(2), batch_stats=jnp.ones(2))
     assert_trees_equal(state.batch_stats, jnp.ones(2))
     assert state.replace(step=7).step == 7
-    with pytest.raises(TypeError, match="no_such_field"):
-        state.apply_gradients(grads=jnp.ones(2), no_such_field=1)
+    with pytest.raises(TypeError, match=r"value is no field of WithStats.*extra_args"):
+        state.apply_gradients(grads=jnp.ones(2), value=1)
+    with pytest.raises(TypeError, match="weight is given twice"):
+        state.apply_gradients(grads=jnp.ones(2), weight=1, extra_args={"weight": 2})
 
 
 def test_any_optax_transform_goes_into_the_subclasses_too():

@@ -52,8 +52,19 @@ def test_arguments_need_not_be_arrays():
     close(ours(PARAMS, draw(5), jnp.tanh, power=4), want)
 
 
-def test_leaves_that_are_functions_have_no_gradients():
-    model = eqx.nn.MLP(3, 2, 4, 1, activation=jnp.tanh, key=jax.random.key(0))
+class Scaled(eqx.Module):
+    mlp: eqx.nn.MLP
+    dropout: eqx.nn.Dropout
+    scale: float
+    count: jax.Array
+
+    def __call__(self, x):
+        return self.scale * self.dropout(self.mlp(x), inference=True)
+
+
+def test_of_an_equinox_model_the_arrays_of_floats_are_differentiated():
+    mlp = eqx.nn.MLP(3, 2, 4, 1, activation=jnp.tanh, key=jax.random.key(0))
+    model = Scaled(mlp, eqx.nn.Dropout(), 0.5, jnp.arange(3))
     batch = draw(5)
 
     def fun(model, batch):

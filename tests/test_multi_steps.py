@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from helpers import FORMS, assert_trees_equal, types
 
 import optax_accum
@@ -178,7 +179,7 @@ def test_what_cannot_be_taken_over_is_said():
     old = optax.MultiSteps(optax.adam(0.1), 2)
     _, state = train(old, gradients(1))
     convert = optax_accum.from_multi_steps_state
-    with pytest.raises(TypeError, match=r"optax\.MultiStepsState, got dict"):
+    with pytest.raises(TypeError, match=r"optax\.MultiStepsState, got dict.*Restore"):
         convert({"mini_step": 0}, optax_accum.MultiSteps(optax.adam(0.1), 2), PARAMS)
     with pytest.raises(TypeError, match="inner_opt_state must have the structure"):
         convert(state, optax_accum.MultiSteps(optax.lion(0.1), 2), PARAMS)
@@ -187,6 +188,33 @@ def test_what_cannot_be_taken_over_is_said():
     tx = chain(accumulate(2, average_args=("value",)), optax.adam(0.1))
     with pytest.raises(ValueError, match=r"average_args=\('value',\).*mini_step 1"):
         convert(state, tx, PARAMS)
+
+
+def test_the_state_of_an_nnx_optimizer_is_taken_over():
+    def loss_fn(model):
+        return jnp.mean(model(jnp.ones(2)) ** 2)
+
+    def optimizer(model, tx):
+        return nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    def step(model, optimizer):
+        optimizer.update(model, nnx.grad(loss_fn)(model))
+
+    old = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    tx = optax.MultiSteps(optax.adam(0.1), 3).gradient_transformation()
+    old_optimizer = optimizer(old, tx)
+    for _ in range(4):
+        step(old, old_optimizer)
+    new, tx = nnx.clone(old), optax_accum.MultiSteps(optax.adam(0.1), 3)
+    new_optimizer = optimizer(new, tx)
+    state = optax_accum.from_multi_steps_state(
+        old_optimizer.opt_state, tx, nnx.state(new, nnx.Param)
+    )
+    nnx.update(new_optimizer.opt_state, nnx.state(state))
+    for _ in range(2):
+        step(old, old_optimizer)
+        step(new, new_optimizer)
+    close(nnx.to_pure_dict(nnx.state(new)), nnx.to_pure_dict(nnx.state(old)))
 
 
 def test_a_window_of_one_is_taken_over():

@@ -234,6 +234,39 @@ def test_an_equinox_model_may_be_passed_as_params(form):
     assert_trees_equal(got, want, rtol=1e-4, atol=1e-6)
 
 
+class Scaled(eqx.Module):
+    linear: eqx.nn.Linear
+    dropout: eqx.nn.Dropout
+    scale: float
+    count: jax.Array
+
+    def __call__(self, x, key):
+        return self.scale * self.linear(self.dropout(x, key=key))
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("jit", [eqx.filter_jit, lambda f: f], ids=["jit", "eager"])
+def test_settings_in_an_equinox_model_stay_what_they_are(every, jit):
+    linear = eqx.nn.Linear(2, 2, key=jax.random.key(0))
+    model = Scaled(linear, eqx.nn.Dropout(0.1), 0.5, jnp.arange(3))
+    tx = optax_accum.chain(optax_accum.accumulate(every), optax.adamw(0.1))
+    state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+
+    @jit
+    def step(model, state, key):
+        grads = eqx.filter_grad(lambda m: jnp.sum(m(jnp.ones(2), key)))(model)
+        return optax_accum.apply_gradients(tx, grads, state, model)
+
+    new = model
+    for i in range(2):
+        new, state = step(new, state, jax.random.key(i))
+    assert (new.dropout.inference, new.dropout.p, new.scale) == (False, 0.1, 0.5)
+    assert type(new.dropout.inference) is bool
+    assert type(new.scale) is float
+    assert_trees_equal(new.count, model.count)
+    assert jnp.any(new.linear.weight != model.linear.weight)
+
+
 def test_update_accepts_an_equinox_model_with_functions_as_params():
     model = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
     grads = eqx.filter_grad(lambda m: jnp.sum(m(jnp.ones(2))))(model)
