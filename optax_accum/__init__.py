@@ -4,6 +4,7 @@ from optax_accum._accumulate import AccumulateState as AccumulateState
 from optax_accum._accumulate import accumulate as accumulate
 from optax_accum._chain import apply_gradients as apply_gradients
 from optax_accum._chain import chain as chain
+from optax_accum._fit import Fit as Fit
 from optax_accum._fit import fit_microbatch as fit_microbatch
 from optax_accum._metrics import metrics as metrics
 from optax_accum._metrics import released as released

@@ -17,7 +17,7 @@ from rich.console import Console
 from optax_accum._demo import model, report
 from optax_accum._demo.contenders import CONTENDERS
 from optax_accum._demo.model import make_model
-from optax_accum._demo.options import Options, read_options
+from optax_accum._demo.options import Options, memory_bytes, read_options
 from optax_accum._demo.plot import plot
 from optax_accum._demo.text import (
     LONGEST,
@@ -27,7 +27,7 @@ from optax_accum._demo.text import (
     read_text,
     windows,
 )
-from optax_accum._demo.train import train
+from optax_accum._demo.train import fit, train
 
 ROOT = Path(__file__).parents[1]
 PYTHON = [sys.executable, "-W", "error"]
@@ -150,6 +150,9 @@ def test_what_is_not_installed_is_named():
     [
         (["--window", "0"], ["--window", "1 or more", "0"]),
         (["--microbatch-size", "-3"], ["--microbatch-size", "1 or more", "-3"]),
+        (["--microbatch", "many"], ["--microbatch-size", "many"]),
+        (["--memory", "30MB"], ["--memory", "auto"]),
+        (["--microbatch", "auto", "--memory", "lots"], ["--memory", "300MB", "lots"]),
         (["--steps", "0"], ["--steps", "1 or more", "0"]),
         (["--steps", "many"], ["--steps", "many"]),
         (["--steps"], ["--steps"]),
@@ -197,7 +200,33 @@ def test_no_chart(monkeypatch):
     assert read_options() == Options(plot=None)
 
 
+@pytest.mark.parametrize(
+    ("words", "nbytes"),
+    [
+        ("300MB", 300_000_000),
+        ("1.5 gb", 1_500_000_000),
+        ("2k", 2000),
+        ("12", 12),
+        ("0MB", None),
+        ("-3MB", None),
+        ("MB", None),
+    ],
+)
+def test_words_for_memory(words, nbytes):
+    assert memory_bytes(words) == nbytes
+
+
 # Training.
+
+
+def test_the_microbatch_can_be_made_to_fit(text, monkeypatch):
+    monkeypatch.setattr(model, "DEPTH", 1)
+    with quick_to_compile():
+        found = fit(text, batch_size=6, memory=9_000_000, seed=0)
+        assert found.microbatch_size in (1, 2, 3)
+        assert found.bytes_needed <= 0.9 * 9_000_000
+        with pytest.raises(MemoryError):
+            fit(text, batch_size=1, memory=1_000_000, seed=0)
 
 
 def test_weighted_by_tokens_it_is_the_large_batch_and_else_not(result):

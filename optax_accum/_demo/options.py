@@ -1,12 +1,19 @@
 """The options of `python -m optax_accum`."""
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
 
 from optax_accum._demo import command_line
 
 LARGEST_SEED = 2**32 - 1
+SIZE = 4  # where --microbatch-size does not say another
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+BYTES = re.compile(r"(\d+(?:\.\d+)?) *([kmgt]?)b?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -17,8 +24,13 @@ class Options:
 
     window: int = 8
     """Microbatches to an optimizer step."""
-    microbatch_size: int = 4
-    """Paragraphs to a microbatch."""
+    microbatch_size: Annotated[
+        int | Literal["auto"], tyro.conf.arg(aliases=["--microbatch"])
+    ] = SIZE
+    """Paragraphs to a microbatch. Or auto: the most, of the 4 to each of --window, with
+    which a step of value_and_grad fits into --memory."""
+    memory: str | None = None
+    """With auto, what memory there is, such as 300MB; if None, what the device has."""
     steps: int = 40
     """Optimizer steps, so windows, to train for."""
     seed: int = 0
@@ -31,13 +43,25 @@ def read_options() -> Options:
     """The options, or one line on stderr and exit status 2."""
     options = command_line.read(Options, prog="python -m optax_accum")
     for name in ("window", "microbatch_size", "steps"):
-        if getattr(options, name) < 1:
-            _fail(name, "1 or more", getattr(options, name))
+        value = getattr(options, name)
+        if value != "auto" and value < 1:
+            _fail(name, "1 or more", value)
+    if options.memory is not None:
+        if options.microbatch_size != "auto":
+            command_line.fail("--memory is for --microbatch-size auto.")
+        if memory_bytes(options.memory) is None:
+            _fail("memory", "a number of bytes such as 300MB or 2GB", options.memory)
     if not 0 <= options.seed <= LARGEST_SEED:
         _fail("seed", f"between 0 and {LARGEST_SEED}", options.seed)
     if options.plot is not None:
         _check_plot(options.plot)
     return options
+
+
+def memory_bytes(memory: str) -> int | None:
+    """The bytes in words such as 300MB; `None` for other words."""
+    match = BYTES.fullmatch(memory.strip())
+    return match and (round(float(match[1]) * UNITS[match[2].lower()]) or None)
 
 
 def _check_plot(path: Path) -> None:

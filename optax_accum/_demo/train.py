@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import optax_accum
 from optax_accum._demo.contenders import CONTENDERS, Contender
 from optax_accum._demo.model import Loss, make_model
 from optax_accum._demo.text import Text, count_tokens, windows
@@ -111,6 +112,33 @@ def train(
         for run in runs:
             run.held_out_loss = float(evaluate(run.params, text.held_out)[0])
     return Result(runs, np.stack(tokens))
+
+
+def fit(
+    text: Text, *, batch_size: int, memory: int | None, seed: int
+) -> optax_accum.Fit:
+    """The largest microbatch, a divisor of the batch, that fits `value_and_grad`.
+
+    Raises:
+      MemoryError, ValueError: as `optax_accum.fit_microbatch`.
+    """
+    params, loss_fn = make_model(text.characters, seed)
+    (contender,) = (c for c in CONTENDERS if c.name.startswith("value_and_grad"))
+
+    def build(microbatch_size):
+        _, step = contender.build(loss_fn, _optimizer(), batch_size // microbatch_size)
+        return jax.jit(step, donate_argnums=(0, 1))
+
+    opt_state = jax.eval_shape(_optimizer().init, params)
+    rows = jax.ShapeDtypeStruct((batch_size, text.training.shape[-1]), jnp.int32)
+    sizes = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
+    return optax_accum.fit_microbatch(
+        build,
+        *(params, opt_state, rows),
+        batch_size=batch_size,
+        memory_limit=memory,
+        candidates=sizes,
+    )
 
 
 def _optimizer() -> optax.GradientTransformation:
