@@ -34,9 +34,6 @@ PYTHON = [sys.executable, "-W", "error"]
 DEMO = [*PYTHON, "-m", "optax_accum"]
 WINDOW, MICROBATCH_SIZE, STEPS = 3, 2, 2
 
-# All on one worker, for `result` to be trained once.
-pytestmark = pytest.mark.xdist_group("demo")
-
 
 def run(command, **options):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, **options)

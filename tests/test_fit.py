@@ -75,9 +75,9 @@ SIZES = [1, 2, 3, 4, 6, 8, 12]
 def needed(way, size):
     build, args = WAYS[way]
     here = [x(size) if x is microbatch else x for x in args]
-    memory = jax.jit(build(size)).lower(*here).compile().memory_analysis()
-    if way == "value_and_grad":
-        memory = build(size).lower(*here).compile().memory_analysis()
+    step = build(size)
+    step = step if way == "value_and_grad" else jax.jit(step)
+    memory = step.lower(*here).compile().memory_analysis()
     return (
         memory.argument_size_in_bytes
         + memory.output_size_in_bytes
@@ -87,7 +87,7 @@ def needed(way, size):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("best", [1, 4, 12])
+@pytest.mark.parametrize("best", [1, 4])
 def test_the_choice_is_that_of_an_exhaustive_search(way, best):
     build, args = WAYS[way]
     limit = needed(way, best) + 10
@@ -269,12 +269,11 @@ def test_wrong_arguments_are_named(options, error, words):
 def test_under_a_limit_of_the_kernel_it_trains_and_a_larger_one_does_not(way):
     if sys.platform != "linux":
         pytest.skip("needs limits of the address space that hold")
-    script = [sys.executable, "-m", "tests.train_in_limited_memory", way]
-    root = Path(__file__).parents[1]
-    for which, trains in (("chosen", True), ("larger", False)):
-        done = subprocess.run(
-            [*script, which], cwd=root, capture_output=True, text=True, timeout=300
-        )
-        assert (done.stdout.strip() == "trained") == trains, done.stderr
-        if not trains:
-            assert "RESOURCE_EXHAUSTED" in done.stderr + done.stdout
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.train_in_limited_memory", way],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.stdout.splitlines() == ["trained", "ran out of memory"], done.stderr

@@ -1,8 +1,8 @@
-"""Fits a microbatch, limits this process's memory, and trains: WAY, chosen | larger.
+"""Fits a microbatch, limits this process's memory, and trains: WAY.
 
-The limit is of the address space, set to what is mapped already, what the fit was given
-and as much again for the runtime. A larger microbatch is one that needs three times
-that.
+The limit is of the address space, set to what is mapped already and twice what the fit
+was given: once for it and once for the runtime. Then a microbatch is tried that needs
+three times as much.
 """
 
 import resource
@@ -51,7 +51,7 @@ def address_space():
         return int(file.read().split()[0]) * resource.getpagesize()
 
 
-def main(way, which):
+def main(way):
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = [(WIDTH, 16 * WIDTH), (16 * WIDTH, 16 * WIDTH), (16 * WIDTH, WIDTH)]
     params = [
@@ -75,22 +75,23 @@ def main(way, which):
         memory_limit=LIMIT,
         candidates=sizes,
     )
-    size = fit.microbatch_size
-    step = fit.step
-    if which == "larger":
-        size = BATCH
-        args = params, state, batch(size) if callable(batch) else batch
-        step = build(size).lower(*args).compile()
-        memory = step.memory_analysis()
-        assert memory.temp_size_in_bytes > 3 * LIMIT
-    microbatch = x if way == "value_and_grad" else x[:size]
+    args = params, state, batch(BATCH) if callable(batch) else batch
+    too_large = build(BATCH).lower(*args).compile()
+    assert too_large.memory_analysis().temp_size_in_bytes > 3 * LIMIT
+
+    microbatch = x if way == "value_and_grad" else x[: fit.microbatch_size]
     jax.block_until_ready((params, state, microbatch))
     limit = address_space() + 2 * LIMIT
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     for _ in range(2):
-        params, state = jax.block_until_ready(step(params, state, microbatch))
+        params, state = jax.block_until_ready(fit.step(params, state, microbatch))
     print("trained")
+    try:
+        jax.block_until_ready(too_large(params, state, x))
+    except jax.errors.JaxRuntimeError as error:
+        assert "RESOURCE_EXHAUSTED" in str(error)
+        print("ran out of memory")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1])
