@@ -171,7 +171,9 @@ def apply_gradients(
         return [moved[i] for i in moving], tail_state
 
     before = [parts[i] for i in moving], window.tail_state
-    moved, tail_state = run_if(window.released, release, before)
+    moved, tail_state = run_if(
+        window.released, release, before, entwined=_has_arrays(window.tail_state)
+    )
     return fill(moved), window.close(window.mean, tail_state)
 
 
@@ -264,7 +266,10 @@ def finish(
         return acc_def.unflatten(mean), {i: updates[i] for i in own}, tail_state
 
     acc_grads, own, tail_state = run_if(
-        window.released, release, (window.mean, own, window.tail_state)
+        window.released,
+        release,
+        (window.mean, own, window.tail_state),
+        entwined=_has_arrays(window.tail_state),
     )
     accs = acc_def.flatten_up_to(acc_grads)
     for i in carried:
@@ -273,6 +278,11 @@ def finish(
     for i in own:
         leaves[i] = own[i]
     return treedef.unflatten(leaves), window.close(acc_grads, tail_state)
+
+
+def _has_arrays(tail_state: optax.OptState) -> bool:
+    """Whether a state has more than counters: moments, which updates are made of."""
+    return any(jnp.ndim(x) > 0 for x in jax.tree.leaves(tail_state) if is_array(x))
 
 
 def _update_leaves(window: Window, params: optax.Params | None) -> tuple[list, Any]:

@@ -13,7 +13,9 @@ from optax_accum._varying import axes_of, vary
 Tree = TypeVar("Tree")
 
 
-def run_if(pred: jax.Array | bool, fn: Callable[[Tree], Tree], old: Tree) -> Tree:
+def run_if(
+    pred: jax.Array | bool, fn: Callable[[Tree], Tree], old: Tree, *, entwined: bool
+) -> Tree:
     """`fn(old)` where `pred`, else `old`: same structure, shapes and dtypes.
 
     Args:
@@ -21,6 +23,8 @@ def run_if(pred: jax.Array | bool, fn: Callable[[Tree], Tree], old: Tree) -> Tre
       fn: gets a tree like `old`, returns another; its arrays are cast to the dtypes of
         `old`, and where it returns `None`, `old` stays.
       old: any pytree. What is not an array in it stays as it is.
+      entwined: may a large array of what `fn` returns depend on one of `old` in whose
+        place another is returned?
 
     Raises:
       TypeError: `fn` returns another structure, or arrays that do not fit in place.
@@ -47,11 +51,14 @@ def run_if(pred: jax.Array | bool, fn: Callable[[Tree], Tree], old: Tree) -> Tre
     if jax.sharding.get_abstract_mesh().manual_axes:
         branches = _vary_alike(*branches, arrays)
 
+    run, keep = branches
+    if not entwined:
+        return merge(lax.cond(pred, run, keep, arrays))
+
     # Why two conditionals: where two results read one input (Lion's update and its
     # momentum), XLA must copy one of them, and it puts these copies in front of the
     # conditional, into every micro-step. In front of the inner one, they are made
     # only at a release.
-    run, keep = branches
 
     def run_inside(arrays):
         return lax.cond(pred, run, keep, arrays)

@@ -18,6 +18,8 @@ PARAMETER_BYTES = 4 * len(PARAMS) * SIDE**2
 OPTIMIZERS = {
     "adamw": optax.adamw(0.1),
     "clip+adamw": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)),
+    "sgd": optax.sgd(0.1),
+    "clip+sgd": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
     "sgd+momentum": optax.sgd(0.1, momentum=0.9),
     "lion": optax.lion(0.1),
     "adafactor": optax.adafactor(0.1),
