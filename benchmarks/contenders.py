@@ -81,6 +81,10 @@ def _ours(optimizer, every):
     return optax_accum.chain(optax_accum.accumulate(every), optimizer)
 
 
+def _tracking_noise(optimizer, every):
+    return optax_accum.chain(optax_accum.accumulate(every, track_noise=True), optimizer)
+
+
 def _process(optimizer, every):
     return aggregating.process(
         preprocessor=optax.identity(),
@@ -94,6 +98,7 @@ def _process(optimizer, every):
 FLOOR, HAND_OVER, ALONE = "floor", "hand-over", "alone"
 MULTI_STEPS = "optax.MultiSteps"
 UPDATE, APPLY_GRADIENTS = "update", "apply_gradients"
+TRACK_NOISE = "track_noise"
 TRAIN_STATE, NNX_OPTIMIZER = "flax.TrainState", "flax.Optimizer"
 
 # What the others are measured against.
@@ -128,6 +133,11 @@ CONTENDERS = (
         APPLY_GRADIENTS,
         "optax_accum, both in one",
         _stepping(_ours, optax_accum.apply_gradients),
+    ),
+    Contender(
+        TRACK_NOISE,
+        "apply_gradients, and what the noise scale is estimated from",
+        _stepping(_tracking_noise, optax_accum.apply_gradients),
     ),
     Contender(
         TRAIN_STATE,

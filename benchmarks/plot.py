@@ -14,6 +14,7 @@ from benchmarks.contenders import (
     HAND_OVER,
     MULTI_STEPS,
     NNX_OPTIMIZER,
+    TRACK_NOISE,
     TRAIN_STATE,
     UPDATE,
 )
@@ -26,6 +27,7 @@ COLOURS = {
     "optax.apply_every": "#c9b79c",
     UPDATE: "#7fb0d6",
     APPLY_GRADIENTS: "#1f5f99",
+    TRACK_NOISE: "#5b4b8a",
     TRAIN_STATE: "#2f7f6f",
     NNX_OPTIMIZER: "#86bfae",
 }

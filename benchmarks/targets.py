@@ -8,6 +8,7 @@ from benchmarks.contenders import (
     APPLY_GRADIENTS,
     MULTI_STEPS,
     NNX_OPTIMIZER,
+    TRACK_NOISE,
     TRAIN_STATE,
     UPDATE,
 )
@@ -70,6 +71,12 @@ TARGETS = (
         lambda row, _: row.mean_per_ideal,
         limit=1.10,
         contenders=(APPLY_GRADIENTS,),
+    ),
+    Target(
+        f"{TRACK_NOISE} between releases / floor",
+        lambda row, _: row.between_per_floor,
+        limit=1.4,
+        contenders=(TRACK_NOISE,),
     ),
     Target(
         "train states of flax between releases / floor",

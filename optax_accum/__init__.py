@@ -7,6 +7,7 @@ from optax_accum._chain import chain as chain
 from optax_accum._fit import Fit as Fit
 from optax_accum._fit import fit_microbatch as fit_microbatch
 from optax_accum._metrics import metrics as metrics
+from optax_accum._metrics import noise_scale as noise_scale
 from optax_accum._metrics import released as released
 from optax_accum._microbatch import grad as grad
 from optax_accum._microbatch import value_and_grad as value_and_grad

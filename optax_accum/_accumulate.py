@@ -6,9 +6,11 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from optax_accum import _arguments as arguments
+from optax_accum import _noise as noise
 from optax_accum._tree import is_array, is_none, like, shorten, where_else_zero
 from optax_accum._weighted_sum import add, sum_dtype
 from optax_accum._window import Accumulation, Window
@@ -36,6 +38,8 @@ class AccumulateState(NamedTuple):
       skipped: int32 scalar, the microbatches that `skip` has left out since `init`;
         `()` without `skip`.
       skip_state: what `skip` returned beside its last verdict; `()` without `skip`.
+      noise: scalars from which `optax_accum.noise_scale` estimates; `()` without
+        `track_noise`.
     """
 
     mini_step: jax.Array
@@ -47,6 +51,7 @@ class AccumulateState(NamedTuple):
     acc_args: dict[str, jax.Array]
     skipped: jax.Array | tuple[()]
     skip_state: Any
+    noise: noise.NoiseState | tuple[()]
 
 
 def accumulate(
@@ -57,6 +62,8 @@ def accumulate(
     skip: SkipFn | None = None,
     on_skip: Literal["wait", "shrink"] = "wait",
     average_args: Sequence[str] = (),
+    track_noise: bool = False,
+    noise_decay: float = 0.9,
 ) -> Accumulation:
     r"""Accumulates gradients and hands on their mean at the end of each window.
 
@@ -97,6 +104,10 @@ def accumulate(
       average_args: names of scalar extra arguments of which downstream transforms see
         the window's weighted mean, not the last microbatch's value; ``("value",)`` for
         :func:`optax.contrib.reduce_on_plateau`.
+      track_noise: keep what :func:`optax_accum.noise_scale` estimates from, for one
+        more read of each gradient. Weights then have to be in proportion to the numbers
+        of examples (or tokens).
+      noise_decay: how much of these estimates each window keeps, from 0 up to 1.
 
     Returns:
       A transform whose state is an :class:`AccumulateState`. What it releases has the
@@ -136,6 +147,7 @@ def accumulate(
     arguments.check_choice("reduction", reduction, ("mean", "sum"))
     arguments.check_choice("on_skip", on_skip, ("wait", "shrink"))
     arguments.check_skip(skip, on_skip)
+    arguments.check_decay("noise_decay", noise_decay)
 
     def init_fn(params):
         if isinstance(params, optax.LookaheadParams):
@@ -164,6 +176,7 @@ def accumulate(
             acc_args={name: jnp.zeros([], float) for name in average_args},
             skipped=skipped,
             skip_state=jax.tree.map(jnp.array, skip_state),
+            noise=noise.start() if track_noise else (),
         )
 
     # What tracing can decide stays a Python bool in here, so that nobody pays for what
@@ -171,7 +184,7 @@ def accumulate(
     def micro_step(
         updates, state, params=None, *, weight=None, release=None, **extra_args
     ):
-        _check_state(state, every, average_args)
+        _check_state(state, every, average_args, track_noise)
         arguments.warn_of_typos(extra_args)
         leaves, treedef = jax.tree.flatten(updates, is_leaf=is_none)
         grads = [jnp.asarray(g) if is_array(g) else g for g in leaves]
@@ -232,13 +245,31 @@ def accumulate(
                 name: _cast_like(accumulated(acc, x, divisor), x)
             }
 
-        def downstream(mean, tail_state, params):
-            del params
-            means = map(_cast_like, treedef.flatten_up_to(mean), grads)
-            return treedef.unflatten(means), tail_state
+        noise_state, mean_square = (), ()
+        if track_noise:
+            noise_state = noise.add_microbatch(
+                state.noise, grads, weight, empty=empty, counted=counted
+            )
+            mean_square = jnp.zeros_like(noise_state.squares)
 
-        def close(acc_grads, tail_state):
-            del tail_state
+        def downstream(mean, mean_square, params):
+            del params
+            if track_noise:
+                # Behind a barrier, or XLA would share its squares with those that the
+                # optimizer takes, which for that would have to be written out.
+                mean_square = noise.squared_norm(lax.optimization_barrier(mean))
+                mean, mean_square = lax.optimization_barrier((mean, mean_square))
+            means = map(_cast_like, treedef.flatten_up_to(mean), grads)
+            return treedef.unflatten(means), mean_square
+
+        def close(acc_grads, mean_square):
+            noise_after = noise_state
+            if isinstance(noise_after, noise.NoiseState):
+                if reduction == "sum":
+                    mean_square /= jnp.square(divisor)
+                noise_after = noise.add_window(
+                    noise_after, released, mean_square, window_weight, noise_decay
+                )
             return AccumulateState(
                 mini_step=jnp.where(closed, 0, mini_step),
                 gradient_step=jnp.where(
@@ -253,19 +284,24 @@ def accumulate(
                 acc_args=acc_args,
                 skipped=skipped,
                 skip_state=skip_state,
+                noise=noise_after,
             )
 
-        return Window(released, mean, (), window_args, downstream, close)
+        return Window(released, mean, mean_square, window_args, downstream, close)
 
     def update_fn(updates, state, params=None, **extra_args):
         window = micro_step(updates, state, params, **extra_args)
-        updates, _ = window.downstream(window.mean, (), params)
-        return where_else_zero(window.released, updates), window.close(window.mean, ())
+        updates, tail = window.downstream(window.mean, window.tail_state, params)
+        return where_else_zero(window.released, updates), window.close(
+            window.mean, tail
+        )
 
     return Accumulation(init_fn, update_fn, micro_step)
 
 
-def _check_state(state: Any, every: Any, average_args: Sequence[str]) -> None:
+def _check_state(
+    state: Any, every: Any, average_args: Sequence[str], track_noise: bool
+) -> None:
     if not isinstance(state, AccumulateState):
         raise TypeError(
             "The state of accumulate must be an AccumulateState, as from init, got"
@@ -276,6 +312,7 @@ def _check_state(state: Any, every: Any, average_args: Sequence[str]) -> None:
         "every": isinstance(state.every, tuple) != scheduled
         and not (has_acc and every == 1),
         "average_args": set(state.acc_args) == set(average_args),
+        "track_noise": isinstance(state.noise, noise.NoiseState) == track_noise,
     }
     for name in fits:
         if not fits[name]:

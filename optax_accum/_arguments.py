@@ -89,6 +89,13 @@ def check_skip(skip: Any, on_skip: str) -> None:
         raise ValueError(f"on_skip={on_skip!r} does nothing without skip; give both.")
 
 
+def check_decay(name: str, decay: Any) -> None:
+    if isinstance(decay, bool) or not isinstance(decay, int | float):
+        raise TypeError(f"{name} must be a number from 0 up to 1, got {decay!r}.")
+    if not 0 <= decay < 1:
+        raise ValueError(f"{name} must be a number from 0 up to 1, got {decay}.")
+
+
 def check_should_skip(should_skip: Any) -> None:
     if jnp.shape(should_skip) != () or not jnp.issubdtype(
         jnp.result_type(should_skip), jnp.bool_

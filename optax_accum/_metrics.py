@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_accum._accumulate import AccumulateState
+from optax_accum._noise import NoiseScale, NoiseState, estimate
 from optax_accum._tree import shorten
 
 
@@ -55,6 +56,8 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
       - ``window_weight``: weight of the open window so far; after a release, that of
         the window that was released, for example its number of tokens.
       - ``skipped``: microbatches that ``skip`` has left out in all.
+      - with ``track_noise``, ``noise_scale``, ``gradient_norm_squared`` and ``trace``:
+        see :func:`optax_accum.noise_scale`.
 
       Where there are several accumulations (in the parts of :func:`optax.partition`),
       each name has the place of its accumulation in front of it.
@@ -84,7 +87,61 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
             if isinstance(value, tuple):  # without `skip`
                 value = jnp.zeros_like(state.mini_step)
             flat[prefix + name] = jnp.array(value)
+        if isinstance(state.noise, NoiseState):
+            for name, value in estimate(state.noise)._asdict().items():
+                flat[prefix + name] = value
     return flat
+
+
+def noise_scale(opt_state: optax.OptState) -> NoiseScale:
+    r"""The gradient noise scale, estimated from the windows so far.
+
+    It is the batch size, in microbatches, above which a larger batch stops paying: at
+    it, twice the batch saves a quarter of the steps, for half as much again of the
+    computation. Times the examples (or tokens) of a mean microbatch it is in examples
+    (or tokens). It grows as training goes on.
+
+    Each window of :math:`n` microbatches gives unbiased estimates of the squared norm
+    of the true gradient and of the trace of a microbatch gradient's covariance,
+
+    .. math::
+      rac{n |ar g|^2 - Q}{n - 1}, \qquad rac{n (Q - |ar g|^2)}{n - 1}, \qquad
+      Q = \sum_i w_i |g_i|^2 \,/\, \sum_i w_i ,
+
+    for weights :math:`w_i` in proportion to the numbers of examples, equal or not. Both
+    are smoothed over the windows before they are divided, and the smoothing is
+    debiased. Skipped microbatches do not count.
+
+    Args:
+      opt_state: a state with that of one ``accumulate(..., track_noise=True)`` in it.
+
+    Returns:
+      A ``NoiseScale`` of float scalars: ``noise_scale``, ``gradient_norm_squared`` and
+      ``trace``. NaN until a window of at least two microbatches has been released: one
+      alone tells nothing of the noise.
+
+    Raises:
+      ValueError: there is not exactly one accumulation in the state, or it does not
+        track the noise.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax_accum
+      >>> tx = optax_accum.accumulate(every=2, track_noise=True)
+      >>> state = tx.init(jnp.zeros(2))
+      >>> for grads in jnp.array([[1.0, 2.0], [3.0, 2.0]]):
+      ...     _, state = tx.update(grads, state)
+      >>> print(optax_accum.noise_scale(state).trace)
+      2.0
+
+    References:
+      McCandlish et al., `An Empirical Model of Large-Batch Training
+      <https://arxiv.org/abs/1812.06162>`_, 2018, appendix A.1, for equal weights.
+    """
+    state = one_state(opt_state)
+    if not isinstance(state.noise, NoiseState):
+        raise ValueError("Give accumulate track_noise=True for the noise scale.")
+    return estimate(state.noise)
 
 
 _SCALARS = ("mini_step", "gradient_step", "released", "window_weight", "skipped")

@@ -219,6 +219,7 @@ def from_multi_steps_state(
         acc_args=ours.acc_args,
         skipped=ours.skipped,
         skip_state=like(state.skip_state, ours.skip_state, "skip_state"),
+        noise=ours.noise,
     )
     new = (*head, ours, *like(inner, tail, "inner_opt_state"))
     return MultiStepsState(*new) if isinstance(fresh, MultiStepsState) else new

@@ -23,6 +23,7 @@ CONTENDERS = [
     "optax.experimental",
     "update",
     "apply_gradients",
+    "track_noise",
     "flax.TrainState",
     "flax.Optimizer",
 ]
