@@ -259,7 +259,7 @@ def check_batch(batch: dict[Argument, Any]) -> int:
     sizes: dict[int, list[str]] = {}
     for i, tree in batch.items():
         for path, x in jax.tree.leaves_with_path(tree):
-            name = f"argument {i!r}{jax.tree_util.keystr(path)}"
+            name = f"argument {i}{jax.tree_util.keystr(path)}"
             if not is_array(x):
                 raise TypeError(
                     f"The batch must be made of arrays, but {name} is {x!r}."
@@ -273,7 +273,7 @@ def check_batch(batch: dict[Argument, Any]) -> int:
             sizes.setdefault(jnp.shape(x)[0], []).append(name)
     if not sizes or 0 in sizes:
         raise ValueError(
-            f"There are no examples in the batch, arguments {[*batch]} by"
+            f"There are no examples in the batch, arguments {', '.join(batch)} by"
             " batch_argnums."
         )
     if len(sizes) > 1:

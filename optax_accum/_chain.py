@@ -8,7 +8,7 @@ import optax
 
 from optax_accum._conditional import run_if
 from optax_accum._metrics import accumulate_states
-from optax_accum._tree import is_array, is_none, shorten, where_else_zero
+from optax_accum._tree import is_array, is_none, put, shorten, where_else_zero
 from optax_accum._varying import axes_of, zeros_of
 from optax_accum._window import Accumulation, Window
 
@@ -158,10 +158,7 @@ def apply_gradients(
     moving = [i for i, g in enumerate(leaves) if is_array(g)]
 
     def fill(moved):
-        filled = parts.copy()
-        for i, p in zip(moving, moved, strict=True):
-            filled[i] = p
-        return treedef.unflatten(filled)
+        return treedef.unflatten(put(parts, moving, moved))
 
     def release(moving_and_state):
         moved, tail_state = moving_and_state

@@ -7,7 +7,7 @@ import jax
 from jax import lax
 from jax.core import Tracer
 
-from optax_accum._tree import is_array, like
+from optax_accum._tree import is_array, like, put
 from optax_accum._varying import axes_of, vary
 
 Tree = TypeVar("Tree")
@@ -36,10 +36,7 @@ def run_if(
     slots = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
 
     def merge(arrays):
-        merged = leaves.copy()
-        for i, x in zip(slots, arrays, strict=True):
-            merged[i] = x
-        return treedef.unflatten(merged)
+        return treedef.unflatten(put(leaves, slots, arrays))
 
     def replaced(arrays):
         old = merge(arrays)

@@ -23,7 +23,7 @@ from optax_accum._reduction import (
 )
 from optax_accum._roles import find_arguments
 from optax_accum._split import Split, split_keys
-from optax_accum._tree import differentiable, like
+from optax_accum._tree import differentiable, like, put
 from optax_accum._varying import sum_as, vary_all, vary_as_carry
 
 
@@ -156,7 +156,7 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def value_and_grad_fn(*args, **kwargs):
-        given = dict(enumerate(args)) | kwargs
+        given = {str(i): x for i, x in enumerate(args)} | kwargs
         trained, batched, keyed, carried = find_arguments(fun, args, kwargs, numbers)
         batch, keys, carry = (
             {name: given.pop(name) for name in role}
@@ -173,7 +173,8 @@ def value_and_grad(
         def call(f, inputs, module_state):
             inputs, current_state = modules.merge(inputs, module_state)
             by_name = {name: inputs[name] for name in kwargs}
-            return f(*(inputs[i] for i in range(len(args))), **by_name), current_state
+            by_position = (inputs[str(i)] for i in range(len(args)))
+            return f(*by_position, **by_name), current_state
 
         def one_by(params):
             # What differs from one microbatch to the next is an argument here too.
@@ -313,16 +314,12 @@ def _value_and_grad(loss_fn: Callable[[Any], Any], params: Any) -> tuple[Any, An
     chosen = [differentiable(tree)(x) for tree in params for x in jax.tree.leaves(tree)]
     slots = [i for i, x in enumerate(chosen) if x]
 
-    def fill(rest, arrays):
-        filled = list(rest)
-        for i, x in zip(slots, arrays, strict=True):
-            filled[i] = x
-        return treedef.unflatten(filled)
+    def of_arrays(arrays):
+        return loss_fn(treedef.unflatten(put(leaves, slots, arrays)))
 
-    out, grads = jax.value_and_grad(
-        lambda arrays: loss_fn(fill(leaves, arrays)), has_aux=True
-    )([leaves[i] for i in slots])
-    return out, fill([None] * len(leaves), grads)
+    arrays = [leaves[i] for i in slots]
+    out, grads = jax.value_and_grad(of_arrays, has_aux=True)(arrays)
+    return out, treedef.unflatten(put([None] * len(leaves), slots, grads))
 
 
 def _one(single: bool, items: tuple) -> Any:

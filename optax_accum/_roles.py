@@ -4,8 +4,9 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-# An argument as it was passed: by position, or by the name of a keyword.
-Argument = int | str
+# An argument as it was passed: the digits of its position, or the name of a keyword.
+# All are of one type, for JAX sorts the keys of a dict.
+Argument = str
 
 
 def find_arguments(
@@ -36,7 +37,7 @@ def find_arguments(
         for i in argnums:
             argument = _find(fun, args, kwargs, role, i)
             if argument in roles:
-                where = f"argument {argument!r}"
+                where = f"argument {argument}"
                 twice = f"{role} has {where} twice"
                 both = f"{role} and {roles[argument]} both have {where}"
                 raise ValueError(
@@ -57,7 +58,7 @@ def _find(
     i: int,
 ) -> Argument:
     if -len(args) <= i < len(args):
-        return i % len(args)
+        return str(i % len(args))
     names = _positional(fun)
     if 0 <= i < len(names) and names[i] in kwargs:
         return names[i]

@@ -80,7 +80,7 @@ def split_keys(keys: dict[Any, Any], split: Split) -> tuple[Any, Any]:
                 each = jax.tree.map(lambda key: key[None], tree)
         except (TypeError, ValueError) as error:
             raise TypeError(
-                f"By key_argnums argument {name!r} is random keys, but: {error}"
+                f"By key_argnums argument {name} is random keys, but: {error}"
             ) from None
         whole[name], last[name] = each, None
         if split.rest:

@@ -1,7 +1,7 @@
 """Leaves of the trees that come in as gradients, parameters and states."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -34,6 +34,14 @@ def is_array(x: Any) -> bool:
     if isinstance(x, bool | int | float | complex):
         return True
     return hasattr(x, "shape") and hasattr(x, "dtype") and x.dtype != jax.dtypes.float0
+
+
+def put(leaves: Sequence[Any], slots: Sequence[int], items: Iterable[Any]) -> list[Any]:
+    """The leaves with these items at these places."""
+    filled = list(leaves)
+    for i, x in zip(slots, items, strict=True):
+        filled[i] = x
+    return filled
 
 
 def shorten(structure: Any, most: int = 400) -> str:

@@ -75,6 +75,16 @@ def test_of_an_equinox_model_the_arrays_of_floats_are_differentiated():
     assert_trees_equal(got, want, rtol=1e-5, atol=1e-6)
 
 
+def test_a_batch_may_be_given_in_part_by_name():
+    def fun(params, x, y):
+        return loss_fn(params, {"x": x, "y": y})
+
+    batch = draw(5)
+    ours = optax_accum.value_and_grad(fun, batch_argnums=(1, 2), microbatch_size=2)
+    want = jax.value_and_grad(loss_fn)(PARAMS, batch)
+    close(jax.jit(ours)(PARAMS, batch["x"], y=batch["y"]), want)
+
+
 def test_numbers_from_the_end_count_what_is_given_by_position():
     def fun(batch, params, scale=1.0):
         return scale * loss_fn(params, batch)
