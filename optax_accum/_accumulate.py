@@ -185,7 +185,7 @@ def accumulate(
         updates, state, params=None, *, weight=None, release=None, **extra_args
     ):
         _check_state(state, every, average_args, track_noise)
-        arguments.warn_of_typos(extra_args)
+        arguments.warn_of_typos(extra_args.keys() - set(average_args))
         leaves, treedef = jax.tree.flatten(updates, is_leaf=is_none)
         grads = [jnp.asarray(g) if is_array(g) else g for g in leaves]
         if every == 1:

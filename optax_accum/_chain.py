@@ -149,6 +149,8 @@ def apply_gradients(
         updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
         return _apply(params, updates), opt_state
 
+    # The `float0` of an integer parameter is no gradient, and Optax cannot take it.
+    grads = jax.tree.map(lambda g: g if is_array(g) else None, grads)
     window = tx.micro_step(grads, opt_state, params, **extra_args)
 
     # What has no gradient stays as it is, also what is no array to JAX until it has
@@ -156,6 +158,12 @@ def apply_gradients(
     leaves, treedef = jax.tree.flatten(grads, is_leaf=is_none)
     parts = _parts(params, treedef)
     moving = [i for i, g in enumerate(leaves) if is_array(g)]
+    for i in moving:
+        if not is_array(parts[i]) or jnp.shape(parts[i]) != jnp.shape(leaves[i]):
+            raise ValueError(
+                f"A gradient is {jax.typeof(leaves[i])}, and its parameter"
+                f" {shorten(parts[i])}."
+            )
 
     def fill(moved):
         return treedef.unflatten(put(parts, moving, moved))

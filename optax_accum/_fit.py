@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum import _arguments as arguments
+from optax_accum._tree import is_array, put
 
 
 @dataclass(frozen=True)
@@ -73,21 +74,25 @@ def fit_microbatch(
 
     XLA knows what a compiled program needs: arguments, outputs and temporaries, less
     the outputs in donated arguments. So the step is compiled for a few sizes, by
-    bisection, and nothing is run or allocated. It is taken for granted that a larger
-    microbatch needs more.
+    bisection, and nothing is run or allocated. The whole batch at once comes first,
+    then sizes that make two of it, then smaller ones, since a step with one or two
+    microbatches is another program than one with a loop and may need less. Within each
+    of the three it is taken for granted that a larger microbatch needs more.
 
-    What the compiler cannot know is what ``headroom`` is for: other arrays that are
-    alive, fragmentation, other processes on the device.
+    What the compiler does not tell is what ``headroom`` is for: other arrays that are
+    alive, those that the step closes over included, fragmentation, other processes on
+    the device.
 
     Where a backend does not tell what a program needs, the candidates are run, on
-    zeros, until one runs out of memory.
+    zeros for a ``ShapeDtypeStruct``, until one runs out of memory.
 
     Args:
       build: makes the training step for a microbatch size, jitted or not. Donate in it
         what the real step donates.
       *args: the step's arguments, arrays or :class:`jax.ShapeDtypeStruct`, laid out
-        over devices as they will be. A function among them gives the argument for a
-        microbatch size: the microbatch, where it is an argument.
+        over devices as they will be. A Python function among them gives the argument
+        for a microbatch size: the microbatch, where it is an argument. What else is no
+        array is constant.
       batch_size: examples to the whole batch; no microbatch is larger.
       memory_limit: bytes on each device. By default what the devices say they have,
         the least of them.
@@ -105,7 +110,7 @@ def fit_microbatch(
       TypeError: an argument is of a wrong type.
       ValueError: an argument has a wrong value, or the platform does not tell how much
         memory there is and ``memory_limit`` is not given.
-      MemoryError: not even the smallest candidate fits.
+      MemoryError: no candidate fits.
 
     Examples:
       >>> import jax
@@ -118,16 +123,15 @@ def fit_microbatch(
       >>> w = jax.ShapeDtypeStruct((64, 512), jnp.float32)
       >>> x = jax.ShapeDtypeStruct((32, 64), jnp.float32)
       >>> fit = optax_accum.fit_microbatch(
-      ...     build, w, x, batch_size=32, memory_limit=400_000, headroom=0.0
+      ...     build, w, x, batch_size=32, memory_limit=10_000_000
       ... )
-      >>> fit.num_microbatches > 1 and fit.bytes_needed <= 400_000
-      True
+      >>> print(fit.microbatch_size, fit.num_microbatches)
+      32 1
     """
     arguments.check_function("build", build)
     batch_size = arguments.check_count("batch_size", batch_size)
     multiple_of = arguments.check_count("multiple_of", multiple_of)
-    if not 0 <= headroom < 1:
-        raise ValueError(f"headroom must be from 0 up to 1, got {headroom!r}.")
+    arguments.check_decay("headroom", headroom)
     if candidates is None:
         sizes = list(range(multiple_of, batch_size + 1, multiple_of))
     else:
@@ -145,23 +149,26 @@ def fit_microbatch(
 
     tried: list[Candidate] = []
     chosen, chosen_step = None, None
-    low, high = 0, len(sizes)  # all below `low` fit, none from `high` on does
-    while low < high:
-        middle = (low + high) // 2
-        size = sizes[middle]
-        here = [x(size) if isinstance(x, types.FunctionType) else x for x in args]
-        step, needed, fits = _try(build(size), here, room)
-        candidate = Candidate(size, needed, fits)
-        tried.append(candidate)
-        if fits:
-            chosen, chosen_step, low = candidate, step, middle + 1
-        else:
-            high = middle
-        if progress is not None:
-            progress(candidate)
+    for group in _alike(sizes, batch_size):
+        low, high = 0, len(group)  # all below `low` fit, none from `high` on does
+        while low < high:
+            middle = (low + high) // 2
+            size = group[middle]
+            here = [x(size) if isinstance(x, types.FunctionType) else x for x in args]
+            step, needed, fits = _try(build(size), here, room)
+            candidate = Candidate(size, needed, fits)
+            tried.append(candidate)
+            if fits:
+                chosen, chosen_step, low = candidate, step, middle + 1
+            else:
+                high = middle
+            if progress is not None:
+                progress(candidate)
+        if chosen is not None:
+            break
     tried.sort(key=lambda c: c.microbatch_size)
     if chosen is None or chosen_step is None:
-        raise MemoryError(_nothing_fits(tried[0], limit, headroom))
+        raise MemoryError(_nothing_fits(tried, limit, headroom))
     return Fit(
         microbatch_size=chosen.microbatch_size,
         num_microbatches=-(-batch_size // chosen.microbatch_size),
@@ -172,17 +179,23 @@ def fit_microbatch(
     )
 
 
+def _alike(sizes: list[int], batch_size: int) -> list[list[int]]:
+    """The sizes by what a step makes of the batch: one microbatch, two, or a loop."""
+    whole = [n for n in sizes if n == batch_size]
+    halves = [n for n in sizes if batch_size < 2 * n < 2 * batch_size]
+    return [whole, halves, [n for n in sizes if 2 * n <= batch_size]]
+
+
 def _try(
     step: Any, args: list[Any], room: int | None
 ) -> tuple[Callable[..., Any] | None, int | None, bool]:
     """The compiled step, the bytes that it needs, and whether it fits."""
-    jitted = step if hasattr(step, "lower") else jax.jit(step)
     try:
-        compiled = jitted.lower(*args).compile()
+        compiled, call = _compile(step, args)
         needed = _bytes_needed(compiled)
         if needed is None:
-            _run(compiled, args)
-            return compiled, None, True
+            _run(call, args)
+            return call, None, True
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -192,7 +205,29 @@ def _try(
             "The platform does not tell how much memory its devices have; give"
             " memory_limit, in bytes on each device."
         )
-    return compiled, needed, needed <= room
+    return call, needed, needed <= room
+
+
+def _compile(step: Any, args: list[Any]) -> tuple[Any, Callable[..., Any]]:
+    """The compiled step, and what calls it with arguments like these."""
+    if hasattr(step, "lower"):
+        compiled = step.lower(*args).compile()
+        # That of `eqx.filter_jit` has JAX's in it.
+        return getattr(compiled, "compiled", compiled), compiled
+
+    leaves, treedef = jax.tree.flatten(args)
+    slots = [i for i, x in enumerate(leaves) if is_array(x)]
+
+    def of_arrays(arrays):
+        return step(*treedef.unflatten(put(leaves, slots, arrays)))
+
+    compiled = jax.jit(of_arrays).lower([leaves[i] for i in slots]).compile()
+
+    def call(*args):
+        leaves = treedef.flatten_up_to(list(args))
+        return compiled([leaves[i] for i in slots])
+
+    return compiled, call
 
 
 def _bytes_needed(compiled: Any) -> int | None:
@@ -210,7 +245,7 @@ def _run(compiled: Any, args: list[Any]) -> None:
     def zeros(x):
         if isinstance(x, jax.ShapeDtypeStruct):
             return jnp.zeros(x.shape, x.dtype, device=x.sharding)
-        return jnp.copy(x)  # it may be donated
+        return jnp.copy(x) if is_array(x) else x  # it may be donated
 
     jax.block_until_ready(compiled(*jax.tree.map(zeros, args)))
 
@@ -227,13 +262,13 @@ def _limit_of_devices(args: tuple[Any, ...]) -> int | None:
     return min(limits) if limits and len(limits) == len(stats) else None
 
 
-def _nothing_fits(smallest: Candidate, limit: int | None, headroom: float) -> str:
-    needed = smallest.bytes_needed
-    needs = "more than there is" if needed is None else f"{_mb(needed)} on each device"
+def _nothing_fits(tried: list[Candidate], limit: int | None, headroom: float) -> str:
+    known = [c.bytes_needed for c in tried if c.bytes_needed is not None]
+    needs = f"{_mb(min(known))} on each device" if known else "more than there is"
     has = "" if limit is None else f" There are {_mb(limit)}, {headroom:.0%} headroom."
     return (
-        f"Not even a microbatch of {smallest.microbatch_size} fits: the step needs"
-        f" {needs}.{has} What can help besides a smaller microbatch: donated arguments,"
+        f"No microbatch fits, of {[c.microbatch_size for c in tried]} that were tried:"
+        f" the step needs at least {needs}.{has} What can help: donated arguments,"
         " jax.checkpoint in the model, parameters and optimizer state in bfloat16 or"
         " sharded over devices."
     )

@@ -17,7 +17,9 @@ def released(opt_state: optax.OptState) -> jax.Array:
 
     Returns:
       Boolean scalar, true for exactly one micro-step a window. Where there are several
-      accumulations (in the parts of :func:`optax.partition`): whether any released.
+      accumulations (in the parts of :func:`optax.partition`): whether any released. A
+      wrapper that puts the old state back, such as :func:`optax.apply_if_finite`, puts
+      this back too.
 
     Raises:
       ValueError: there is no accumulation in the state.

@@ -12,19 +12,11 @@ from jax.typing import ArrayLike, DTypeLike
 from optax_accum import _arguments as arguments
 from optax_accum._accumulate import SkipFn
 from optax_accum._nnx import Modules
-from optax_accum._reduction import (
-    MODES,
-    Part,
-    Sums,
-    add_part,
-    plan,
-    results,
-    value_axes,
-)
+from optax_accum._reduction import MODES, Part, Sums, add_part, plan, results
 from optax_accum._roles import find_arguments
 from optax_accum._split import Split, split_keys
 from optax_accum._tree import differentiable, like, put
-from optax_accum._varying import sum_as, vary_all, vary_as_carry
+from optax_accum._varying import vary_as_carry
 
 
 def value_and_grad(
@@ -69,9 +61,10 @@ def value_and_grad(
         Of a Flax NNX module the ``nnx.Param`` are differentiated, or what an
         ``nnx.DiffState`` says, as by ``nnx.value_and_grad``. What else NNX objects
         hold, in whichever argument (batch statistics, random streams, metrics), is
-        carried from microbatch to microbatch and updated in them. Batch normalisation
-        thus normalises each microbatch by its own statistics, and its running averages
-        move once for each: not what one large batch does.
+        carried from microbatch to microbatch and updated in them; what ``fun`` assigns
+        to a variable that is differentiated is dropped. Batch normalisation thus
+        normalises each microbatch by its own statistics, and its running averages move
+        once for each: not what one large batch does.
       has_aux: whether ``fun`` returns a pair of value and auxiliary output.
       batch_argnums: which positional arguments are the batch: pytrees of arrays with
         the examples along the leading axis, as many in all of them. All other arguments
@@ -109,7 +102,9 @@ def value_and_grad(
     Raises:
       TypeError: an argument is of a wrong type.
       ValueError: an argument has a wrong value; or, when the function is called, there
-        is no batch, its sizes differ, or the loss or the weight is not a scalar.
+        is no batch, its sizes differ, the loss or the weight is not a scalar, or in a
+        ``shard_map`` the weight, or what ``skip`` says, differs from device to device
+        and a gradient, summed over them by JAX, does not.
 
     Examples:
       >>> import jax
@@ -176,12 +171,10 @@ def value_and_grad(
             by_position = (inputs[str(i)] for i in range(len(args)))
             return f(*by_position, **by_name), current_state
 
-        def one_by(params):
-            # What differs from one microbatch to the next is an argument here too.
-            # What else `fun` gets is the same for all, and need not be arrays.
-            return jax.jit(functools.partial(one, params), inline=True)
-
-        def one(params, batch, keys, carry):
+        # What differs from one microbatch to the next is an argument here too. What
+        # else `fun` gets is the same for all, and does not have to be made of arrays.
+        @functools.partial(jax.jit, inline=True)
+        def one(batch, keys, carry):
             carry, module_state = carry
             inputs = modules.inputs | batch | keys | carry
 
@@ -216,17 +209,12 @@ def value_and_grad(
                 counted = counts != 0
             return Part((value, grads, out), (new, new_state), counts, counted)
 
-        one_of = one_by(params)
         keys, last_key = split_keys(keys, split)
         carry = carry, modules.state
-        if axes := value_axes(one_of, split, batch, keys, carry):
-            # Each device adds up gradients of its own, and there is one sum over the
-            # devices in the end; else JAX would make one for each microbatch.
-            one_of = one_by(vary_all(params, axes))
-        reductions, treedef = plan(one_of, split, batch, keys, carry, aux, dtype)
+        reductions, treedef = plan(one, split, batch, keys, carry, aux, dtype)
 
         def take(sums, batch, key, size, *, first=False, last):
-            part, share = one_of(batch, key, sums.carry), size // split.blocks
+            part, share = one(batch, key, sums.carry), size // split.blocks
             if split.microbatches == 1:  # a mean over one, whatever its weight
                 part, share = part._replace(weight=None), 1
             return add_part(reductions, sums, part, share, first=first, last=last)
@@ -260,7 +248,7 @@ def value_and_grad(
         modules.update(module_state)
         found = results(reductions, sums, stacks, rests, split)
         value, grads, out = treedef.unflatten(found)
-        grads = _one(single, sum_as(grads, params))
+        grads = _one(single, grads)
         if carried:
             out = _one(single_carry, tuple(carry[name] for name in carried)), out
         return ((value, out), grads) if has_aux else (value, grads)

@@ -161,7 +161,8 @@ def from_multi_steps_state(
         ``acc_grads`` holds a mean, which becomes a sum here.
 
     Returns:
-      A state of ``tx``.
+      A state of ``tx``. Of a window that was released just before, the weight is not
+      known: ``window_weight`` is 0.
 
     Raises:
       TypeError: ``state`` is no ``optax.MultiStepsState``, or does not belong to the
@@ -204,15 +205,16 @@ def from_multi_steps_state(
             " their values. Convert it at the end of a window."
         )
     count = mini_step if use_grad_mean else 1
-    sums = jax.tree.map(lambda mean: mean * count, state.acc_grads)
-    if not jax.tree.leaves(ours.acc_grads):  # a window of one keeps no sum
-        sums = ours.acc_grads
+    sums = ours.acc_grads
+    if jax.tree.leaves(sums):  # a window of one keeps none
+        sums = like(state.acc_grads, sums, "acc_grads")
+        sums = jax.tree.map(lambda mean: mean * count, sums)
     inner = state.inner_opt_state
     inner = (inner,) if len(tail) == 1 else tuple(inner)
     ours = AccumulateState(
         mini_step=mini_step,
         gradient_step=gradient_step,
-        acc_grads=like(sums, ours.acc_grads, "acc_grads"),
+        acc_grads=sums,
         window_weight=mini_step.astype(float),
         released=(mini_step == 0) & (gradient_step > 0),
         every=ours.every,

@@ -63,23 +63,13 @@ class Modules:
         # NNX forbids to change a variable from within a trace that it is older than;
         # a map makes new ones.
         states, state = jax.tree.map(lambda x: x, (states, state))
-        before = [jax.tree.leaves_with_path(tree) for tree in (states, state)]
+        known = {path for path, _ in jax.tree.leaves_with_path(state)}
         modules = self._nnx.merge(self._graph, states, state)
 
         def current_state():
-            graph, now_states, now = self._split(modules)
+            graph, _, now = self._split(modules)
             if graph != self._graph:
-                raise TypeError(_changed(dict(before[1]), now))
-            now_states = self._nnx.State(now_states)
-            for (path, x), y in zip(
-                before[0], jax.tree.leaves(now_states), strict=True
-            ):
-                if x is not y:
-                    raise TypeError(
-                        f"fun assigned to {jax.tree_util.keystr(path[1:])} of a module,"
-                        " which is differentiated and so must be the same for all"
-                        " microbatches. Make it another kind of nnx.Variable."
-                    )
+                raise TypeError(_changed(known, now))
             return now
 
         return dict(inputs) | self._fill(inputs, modules), current_state
@@ -116,7 +106,7 @@ class Modules:
         return filled
 
 
-def _changed(known: Mapping[Any, Any], now: Any) -> str:
+def _changed(known: set[Any], now: Any) -> str:
     new = [path for path, _ in jax.tree.leaves_with_path(now) if path not in known]
     what = "changed in more than its variables"
     if new:

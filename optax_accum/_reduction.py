@@ -110,7 +110,10 @@ def plan(
     Raises:
       TypeError, ValueError: the auxiliary output does not fit its modes in `aux`.
     """
-    types = _types(one, split, batch, keys, carry)
+    parts = _types(one, split, batch, keys, carry)
+    for part in parts:
+        _check_agreement(part)
+    types = [part.out for part in parts]
     value, grads, out = types[0]
     try:
         modes = jax.tree.map(lambda mode, x: jax.tree.map(lambda _: mode, x), aux, out)
@@ -130,35 +133,41 @@ def plan(
     return reductions, jax.tree.structure(types[0])
 
 
-def value_axes(
-    one: Callable[..., Part], split: Split, batch: Any, keys: Any, carry: Any
-) -> frozenset:
-    """The axes of a `shard_map` over which the value that `one` gives varies."""
-    if not jax.sharding.get_abstract_mesh().manual_axes:
-        return frozenset()
-    value, _, _ = _types(one, split, batch, keys, carry)[0]
-    return axes_of(value)
-
-
 def _types(
     one: Callable[..., Part], split: Split, batch: Any, keys: Any, carry: Any
-) -> list[Any]:
+) -> list[Part]:
     """The types of what `one` gives of a whole microbatch, and of the rest if any."""
 
-    def types_of(part, keys, carry):
+    def types_of(take):
         noted = []
 
-        def note(part, key, carry):
-            noted.append(jax.tree.map(jax.typeof, one(part, key, carry).out))
+        def note(batch, keys, carry):
+            key = jax.tree.map(lambda x: x[0], keys)
+            noted.append(jax.tree.map(jax.typeof, one(take(batch), key, carry)))
 
-        jax.eval_shape(note, part, keys, carry)
+        jax.eval_shape(note, batch, keys, carry)
         return noted[0]
 
-    key = jax.eval_shape(lambda keys: jax.tree.map(lambda x: x[0], keys), keys)
-    parts = [jax.eval_shape(split.full, batch, 0)]
-    if split.rest:
-        parts.append(jax.eval_shape(split.last, batch))
-    return [types_of(part, key, carry) for part in parts]
+    types = [types_of(lambda batch: split.full(batch, 0))]
+    return types + ([types_of(split.last)] if split.rest else [])
+
+
+def _check_agreement(part: Part) -> None:
+    """That no device weights a gradient otherwise than the devices it is the sum over.
+
+    JAX sums a gradient over the devices over which the parameter does not vary, and
+    then it is too late to weight what each of them had.
+    """
+    ours = axes_of(part.weight) if part.weight is not None else frozenset()
+    ours |= axes_of(part.counted) if part.counted is not None else frozenset()
+    for path, g in jax.tree.leaves_with_path(part.out[1]):
+        if extra := sorted(ours - axes_of(g)):
+            raise ValueError(
+                f"The weight, or what skip says, varies over the mesh axes {extra}, but"
+                f" the gradient {jax.tree_util.keystr(path)} does not: JAX has summed"
+                " it over them. Either make them agree (jax.lax.psum), or take the"
+                " parameters as varying (jax.lax.pcast) and psum the gradients after."
+            )
 
 
 def _check_mode(mode: str, at: str, x: Any, rest: Any, split: Split) -> None:

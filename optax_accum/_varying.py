@@ -5,8 +5,6 @@ from typing import Any
 import jax
 from jax import lax
 
-from optax_accum._tree import is_array, is_none
-
 
 def axes_of(x: Any) -> frozenset:
     """The axes over which an array, or what `jax.typeof` says of one, varies."""
@@ -24,24 +22,6 @@ def zeros_of(aval: Any, dtype: Any = None) -> jax.Array:
     """Zeros of a type as `jax.typeof` gives it, with its layout and varying axes."""
     zeros = lax.full(aval.shape, 0, dtype or aval.dtype, sharding=aval.sharding)
     return vary(zeros, axes_of(aval))
-
-
-def vary_all(tree: Any, axes: frozenset) -> Any:
-    """The arrays of a tree as such that vary over these axes too."""
-    return jax.tree.map(lambda x: vary(x, axes) if is_array(x) else x, tree)
-
-
-def sum_as(tree: Any, old: Any) -> Any:
-    """The sums over the axes over which `tree` varies and `old`, of its form, does not.
-
-    Such is the gradient by what does not vary. `None` stays.
-    """
-
-    def sum_leaf(x, y):
-        extra = () if x is None else tuple(axes_of(x) - axes_of(y))
-        return lax.psum(x, extra) if extra else x
-
-    return jax.tree.map(sum_leaf, tree, old, is_leaf=is_none)
 
 
 def vary_as_carry(step: Any, carry: Any, xs: Any) -> Any:

@@ -19,7 +19,8 @@ def sum_dtype(dtype: DTypeLike, given: DTypeLike | None = None) -> jnp.dtype:
     others (integers, float8) are added up as floats.
     """
     if jnp.issubdtype(dtype, jnp.complexfloating):
-        return jnp.promote_types(dtype, given or jnp.complex64)
+        double = jnp.float64 in (given, jnp.finfo(dtype).dtype)
+        return jnp.dtype(jnp.complex128 if double else jnp.complex64)
     if given is not None:
         return jnp.dtype(given)
     wide = dtype in (jnp.float64, jnp.int64, jnp.uint64)

@@ -16,6 +16,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 from jax.typing import ArrayLike
 
+from optax_accum._arguments import check_weight
 from optax_accum._chain import apply_gradients
 from optax_accum._metrics import accumulate_states, one_state
 
@@ -28,7 +29,7 @@ class TrainState(train_state.TrainState):
       apply_fn: see Flax.
       params: the parameters. Those in a collection ``_overwrite_with_gradient``, which
         Flax keeps for fp8, are replaced by their gradients in every micro-step that
-        counts: not in one that was skipped or has a weight of 0.
+        counts: not in one that ``skip`` left out or that has a weight of 0.
       tx: any Optax transform; an accumulation for what is said here to make sense.
       opt_state: its state. ``optax_accum.released`` and ``optax_accum.metrics`` take
         it, or the whole ``TrainState``.
@@ -106,8 +107,8 @@ class TrainState(train_state.TrainState):
         )
         if overwrites:
             counted = _none_skipped(self.opt_state, opt_state)
-            if "weight" in extra_args:
-                counted &= jnp.asarray(extra_args["weight"]) != 0
+            if extra_args.get("weight") is not None:
+                counted &= check_weight(extra_args["weight"], float) != 0
             overwritten = jax.tree.map(
                 lambda new, old: jnp.where(counted, new, old),
                 grads[OVERWRITE_WITH_GRADIENT],

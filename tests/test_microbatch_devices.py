@@ -1,11 +1,11 @@
 """Microbatches of a batch that is spread over devices."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -95,11 +95,8 @@ def in_shard_map(fun):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-@pytest.mark.parametrize("weight", [None, count])
-def test_gradients_by_replicated_parameters_are_summed_over_the_devices(weight, size):
-    # As `jax.value_and_grad` does, whose weights may differ from device to device too.
-    fun = loss_fn if weight is None else masked_loss
-    ours = optax_accum.value_and_grad(fun, microbatch_size=size, weight=weight)
+def test_gradients_by_replicated_parameters_are_summed_over_the_devices(size):
+    ours = optax_accum.value_and_grad(loss_fn, microbatch_size=size)
 
     def apart(fun):
         def on_each(params, batch):
@@ -109,44 +106,62 @@ def test_gradients_by_replicated_parameters_are_summed_over_the_devices(weight, 
         return in_shard_map(on_each)
 
     batch = draw(10)
-    batch["mask"] = batch["mask"].at[::5].set(True)
+    want = apart(jax.value_and_grad(loss_fn))(PARAMS, batch)
+    close(apart(ours)(PARAMS, batch), want)
+
+
+def test_a_loss_that_is_reduced_over_the_devices_itself():
+    def fun(params, batch):
+        return jax.lax.pmean(loss_fn(params, batch), "data")
+
+    def apart(fun):
+        def on_each(params, batch):
+            value, grads = fun(params, batch)
+            return jax.lax.pcast(value, "data", to="varying")[None], grads
+
+        return in_shard_map(on_each)
+
+    batch = draw(10)
+    skip = optax.skip_not_finite
+    ours = optax_accum.value_and_grad(fun, microbatch_size=2, skip=skip)
     close(apart(ours)(PARAMS, batch), apart(jax.value_and_grad(fun))(PARAMS, batch))
 
 
-def test_a_microbatch_without_weight_on_one_device_spoils_no_other():
-    batch = draw(8)
-    batch["mask"] = jnp.arange(8) >= 2  # the first device's first two are padding
-
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"weight": count},
+        {"skip": lambda grads, step, params: (jax.lax.axis_index("data") > 0, ())},
+    ],
+)
+def test_weights_that_differ_where_gradients_are_summed_are_refused(options):
+    # JAX sums over the devices before anything can be weighted.
     def local(params, batch):
-        # The examples of a microbatch lie apart; this puts its first two together.
-        order = jnp.array([0, 2, 1, 3])
-        batch = jax.tree.map(lambda x: x[order], batch)
-        ours = optax_accum.value_and_grad(masked_loss, microbatch_size=2, weight=count)
+        ours = optax_accum.value_and_grad(masked_loss, microbatch_size=2, **options)
         value, grads = ours(params, batch)
         return value[None], grads
 
-    value, grads = in_shard_map(local)(PARAMS, batch)
-    halves = [jax.tree.map(lambda x, s=s: x[s], batch) for s in (slice(4), slice(4, 8))]
-    want = [jax.value_and_grad(masked_loss)(PARAMS, half) for half in halves]
-    np.testing.assert_allclose(value, jnp.stack([v for v, _ in want]), rtol=1e-5)
-    close(grads, jax.tree.map(jnp.add, *(g for _, g in want)))
+    with pytest.raises(ValueError, match=r"varies over the mesh axes \['data'\]"):
+        in_shard_map(local)(PARAMS, draw(8))
 
 
-def test_there_is_one_sum_over_the_devices_and_not_one_a_microbatch():
-    def local(params, batch):
-        value, grads = optax_accum.value_and_grad(loss_fn, microbatch_size=1)(
-            params, batch
+def test_a_mesh_that_is_manual_in_part():
+    mesh = jax.make_mesh((2, 1), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+    def apart(fun):
+        return jax.jit(
+            jax.shard_map(
+                fun,
+                mesh=mesh,
+                in_specs=(P(), P("data")),
+                out_specs=P(),
+                axis_names={"data"},
+            )
         )
-        return value[None], grads
 
-    text = in_shard_map(local).lower(PARAMS, draw(8)).compile().as_text()
-    bodies = re.findall(r"body=%?([\w.\-]+)", text)
-    assert bodies
-    for name in bodies:
-        body = re.search(rf"^%?{re.escape(name)} .*?^\}}", text, re.M | re.S)
-        assert body is not None
-        assert "all-reduce" not in body[0]
-    assert "all-reduce" in text
+    ours = optax_accum.grad(loss_fn, microbatch_size=2)
+    batch = draw(10)
+    close(apart(ours)(PARAMS, batch), apart(jax.grad(loss_fn))(PARAMS, batch))
 
 
 def test_what_is_carried_may_come_to_differ_from_device_to_device_later():

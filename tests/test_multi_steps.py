@@ -190,6 +190,15 @@ def test_what_cannot_be_taken_over_is_said():
         convert(state, tx, PARAMS)
 
 
+def test_a_mean_in_bfloat16_becomes_an_exact_sum():
+    old = optax.MultiSteps(optax.sgd(1.0), 4, accumulator_dtype=jnp.bfloat16)
+    _, state = train(old, [jax.tree.map(jnp.bfloat16, g) for g in gradients(3)])
+    new = optax_accum.MultiSteps(optax.sgd(1.0), 4)
+    ours = optax_accum.from_multi_steps_state(state, new, PARAMS)
+    want = jax.tree.map(lambda mean: 3 * mean.astype("float32"), state.acc_grads)
+    assert_trees_equal(ours.acc_grads, want)
+
+
 def test_the_state_of_an_nnx_optimizer_is_taken_over():
     def loss_fn(model):
         return jnp.mean(model(jnp.ones(2)) ** 2)

@@ -327,3 +327,27 @@ def test_updates_that_the_accumulator_cannot_hold_lose_nothing(own, wider):
             updates, state = jax.jit(tx.update)(grads, state, params)
         assert state[0].acc_grads.dtype == own
         assert_trees_equal(updates, jnp.array([2.0, 3.0], own) * factor)
+
+
+def test_an_integer_parameter_stays_where_gradients_are_applied():
+    params = {"w": jnp.ones(3), "n": jnp.arange(3)}
+
+    @jax.jit
+    def step(state, params):
+        grad_fn = jax.grad(lambda p: jnp.sum(p["w"] * p["n"]), allow_int=True)
+        return optax_accum.apply_gradients(tx, grad_fn(params), state, params)
+
+    tx = optax_accum.chain(optax_accum.accumulate(2), optax.sgd(0.1))
+    state, new = tx.init(params), params
+    for _ in range(2):
+        new, state = step(state, new)
+    assert_trees_equal(new["n"], params["n"])
+    assert jnp.any(new["w"] != params["w"])
+
+
+def test_a_parameter_of_another_shape_than_its_gradient_is_refused_at_once():
+    tx = optax_accum.chain(optax_accum.accumulate(2), optax.sgd(0.1))
+    grads = {"a": jnp.ones(2)}
+    for wrong in (jnp.ones(3), None):
+        with pytest.raises(ValueError, match=r"gradient is float32\[2\]"):
+            optax_accum.apply_gradients(tx, grads, tx.init(grads), {"a": wrong})
