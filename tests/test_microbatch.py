@@ -30,6 +30,51 @@ def test_it_is_the_gradient_of_the_whole_batch(batch_size, size, name, masked):
     close(jax.jit(ours)(PARAMS, batch), jax.value_and_grad(fun)(PARAMS, batch))
 
 
+def parameters():
+    shapes = st.sampled_from([(), (3,), (2, 2), (0,)])
+    dtypes = st.sampled_from(["float32", "bfloat16", "float16", "complex64"])
+    leaves = st.builds(jnp.ones, shapes, dtypes) | st.none()
+
+    def extend(children):
+        return (
+            st.lists(children, max_size=2)
+            | st.tuples(children, children)
+            | st.dictionaries(st.sampled_from("ab"), children, max_size=2)
+        )
+
+    return st.recursive(leaves, extend, max_leaves=4)
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(
+    params=parameters(),
+    batch_size=st.integers(1, 9),
+    size=st.integers(1, 9),
+    weights=st.lists(st.integers(0, 3), min_size=9, max_size=9),
+)
+def test_any_tree_of_any_dtypes_by_any_weights(params, batch_size, size, weights):
+    batch = {
+        "x": jnp.arange(1.0, 1.0 + batch_size),
+        "w": jnp.array(weights[:batch_size], float).at[0].set(1),
+    }
+
+    def fun(params, batch):
+        value = sum(jnp.sum(p.astype(complex)).real for p in jax.tree.leaves(params))
+        mean = jnp.sum(batch["w"] * batch["x"]) / jnp.maximum(batch["w"].sum(), 1)
+        return mean * (1.0 + value)
+
+    ours = optax_accum.value_and_grad(
+        fun, microbatch_size=size, weight=lambda params, batch: batch["w"].sum()
+    )
+    got, want = ours(params, batch), jax.value_and_grad(fun)(params, batch)
+    assert_trees_equal(
+        jax.tree.map(lambda x: x.astype(complex), got),
+        jax.tree.map(lambda x: x.astype(complex), want),
+        rtol=1e-2,
+    )
+    assert_trees_equal(*(jax.tree.map(lambda x: x * 0, tree) for tree in (got, want)))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "complex64"])
 @pytest.mark.parametrize("given_dtype", [None, "float32", "bfloat16"])
 def test_dtypes(dtype, given_dtype):
