@@ -21,7 +21,7 @@ PARAMS = {
     "out": jax.ShapeDtypeStruct((16 * WIDTH, WIDTH), jnp.float32),
 }
 X = jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)
-OPT = optax.adamw(0.1)
+OPT = optax.sgd(0.1, momentum=0.9)
 
 
 def loss_fn(params, x):
@@ -69,7 +69,7 @@ WAYS = {
         ),
     ),
 }
-SIZES = [1, 2, 3, 4, 6, 8, 12]
+SIZES = [1, 2, 4, 8, 12]
 
 
 @functools.cache
@@ -87,8 +87,9 @@ def needed(way, size):
     )
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("best", [1, 4])
+@pytest.mark.parametrize(
+    ("way", "best"), [("value_and_grad", 4), ("apply_gradients", 1)]
+)
 def test_the_choice_is_that_of_an_exhaustive_search(way, best):
     build, args = WAYS[way]
     limit = needed(way, best) + 10
@@ -108,7 +109,7 @@ def test_the_choice_is_that_of_an_exhaustive_search(way, best):
     assert fit.num_microbatches == BATCH // best
     assert (fit.bytes_needed, fit.bytes_limit) == (needed(way, best), limit)
     assert sorted(heard, key=lambda c: c.microbatch_size) == [*fit.candidates]
-    assert len(fit.candidates) <= 3  # of 7
+    assert len(fit.candidates) <= 3  # of 5
     for c in fit.candidates:
         assert c.bytes_needed == needed(way, c.microbatch_size)
         assert c.fits == (c.bytes_needed <= limit)
