@@ -83,6 +83,8 @@ def accumulate(
       0 uses up a slot of its window and adds nothing, not even a NaN.
     - ``release``: boolean scalar: close the window with this microbatch, full or not.
     - those named in ``average_args``.
+    - ``noise``, with ``track_noise``: what ``value_and_grad(..., track_noise=True)``
+      returned beside these gradients, for the estimates to count its microbatches.
 
     All others are passed on to the other transforms of the chain.
 
@@ -105,8 +107,8 @@ def accumulate(
         the window's weighted mean, not the last microbatch's value; ``("value",)`` for
         :func:`optax.contrib.reduce_on_plateau`.
       track_noise: keep what :func:`optax_accum.noise_scale` estimates from, for one
-        more read of each gradient. Weights then have to be in proportion to the numbers
-        of examples (or tokens).
+        more read of each gradient that comes without a ``noise``. Weights then have to
+        be in proportion to the numbers of examples (or tokens).
       noise_decay: how much of these estimates each window keeps, from 0 up to 1.
 
     Returns:
@@ -185,6 +187,7 @@ def accumulate(
         updates, state, params=None, *, weight=None, release=None, **extra_args
     ):
         _check_state(state, every, average_args, track_noise)
+        part_of_noise = arguments.check_noise(extra_args.get("noise"), track_noise)
         arguments.warn_of_typos(extra_args.keys() - set(average_args))
         leaves, treedef = jax.tree.flatten(updates, is_leaf=is_none)
         grads = [jnp.asarray(g) if is_array(g) else g for g in leaves]
@@ -247,9 +250,14 @@ def accumulate(
 
         noise_state, mean_square = (), ()
         if track_noise:
-            noise_state = noise.add_microbatch(
-                state.noise, grads, weight, empty=empty, counted=counted
-            )
+            if part_of_noise is None:
+                noise_state = noise.add_microbatch(
+                    state.noise, grads, weight, empty=empty, counted=counted
+                )
+            else:
+                noise_state = noise.add_part_of_window(
+                    state.noise, part_of_noise, weight, empty=empty, counted=counted
+                )
             mean_square = jnp.zeros_like(noise_state.squares)
 
         def downstream(mean, mean_square, params):

@@ -12,6 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
+from optax_accum._noise import NoiseScale, NoiseState
 from optax_accum._roles import Argument
 from optax_accum._split import Split
 from optax_accum._tree import differentiable, is_array
@@ -152,6 +153,21 @@ def check_release(release: ArrayLike) -> jax.Array | bool:
         got = release if isinstance(release, int | float) else jax.typeof(checked)
         raise TypeError(f"{expected}, got {got}.")
     return checked
+
+
+def check_noise(noise: Any, track_noise: bool) -> NoiseState | None:
+    """What `value_and_grad` said of the noise, if this is it.
+
+    Without `track_noise` an extra argument of this name may be for another transform.
+    """
+    if not track_noise and isinstance(noise, NoiseState | NoiseScale):
+        raise TypeError("noise is given, so give accumulate track_noise=True.")
+    if track_noise and noise is not None and not isinstance(noise, NoiseState):
+        raise TypeError(
+            "noise must be the third of what value_and_grad(..., track_noise=True)"
+            f" returned, got {type(noise).__name__}."
+        )
+    return noise if track_noise else None
 
 
 def warn_of_typos(extra_args: Collection[str]) -> None:

@@ -95,7 +95,7 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
     return flat
 
 
-def noise_scale(opt_state: optax.OptState) -> NoiseScale:
+def noise_scale(opt_state: optax.OptState | NoiseState) -> NoiseScale:
     r"""The gradient noise scale, estimated from the windows so far.
 
     It is the batch size, in microbatches, above which a larger batch stops paying: at
@@ -107,7 +107,7 @@ def noise_scale(opt_state: optax.OptState) -> NoiseScale:
     of the true gradient and of the trace of a microbatch gradient's covariance,
 
     .. math::
-      rac{n |ar g|^2 - Q}{n - 1}, \qquad rac{n (Q - |ar g|^2)}{n - 1}, \qquad
+      \frac{n |\bar g|^2 - Q}{n - 1}, \qquad \frac{n (Q - |\bar g|^2)}{n - 1}, \qquad
       Q = \sum_i w_i |g_i|^2 \,/\, \sum_i w_i ,
 
     for weights :math:`w_i` in proportion to the numbers of examples, equal or not. Both
@@ -115,7 +115,9 @@ def noise_scale(opt_state: optax.OptState) -> NoiseScale:
     debiased. Skipped microbatches do not count.
 
     Args:
-      opt_state: a state with that of one ``accumulate(..., track_noise=True)`` in it.
+      opt_state: a state with that of one ``accumulate(..., track_noise=True)`` in it;
+        or what ``value_and_grad(..., track_noise=True)`` returned, for the estimates of
+        one batch.
 
     Returns:
       A ``NoiseScale`` of float scalars: ``noise_scale``, ``gradient_norm_squared`` and
@@ -140,6 +142,8 @@ def noise_scale(opt_state: optax.OptState) -> NoiseScale:
       McCandlish et al., `An Empirical Model of Large-Batch Training
       <https://arxiv.org/abs/1812.06162>`_, 2018, appendix A.1, for equal weights.
     """
+    if isinstance(opt_state, NoiseState):
+        return estimate(opt_state)
     state = one_state(opt_state)
     if not isinstance(state.noise, NoiseState):
         raise ValueError("Give accumulate track_noise=True for the noise scale.")

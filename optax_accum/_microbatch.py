@@ -10,6 +10,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from optax_accum import _arguments as arguments
+from optax_accum import _noise as noise
 from optax_accum._accumulate import SkipFn
 from optax_accum._nnx import Modules
 from optax_accum._reduction import MODES, Part, Sums, add_part, plan, results
@@ -33,6 +34,7 @@ def value_and_grad(
     aux: Any = "mean",
     dtype: DTypeLike | None = None,
     skip: SkipFn | None = None,
+    track_noise: bool = False,
 ) -> Callable[..., Any]:
     r""":func:`jax.value_and_grad` of a large batch that holds one microbatch at a time.
 
@@ -94,10 +96,14 @@ def value_and_grad(
         with a ``gradient_step`` of 0 and no state from one microbatch to the next. One
         that is left out is in no mean, sum or "last", and its carry is dropped. (The
         ``"sum"`` of a 1 in ``aux`` tells how many there were that are not.)
+      track_noise: return as a third result what :func:`optax_accum.noise_scale` reads,
+        for one more read of each microbatch's gradient: scalars with the estimates of
+        this batch alone. To smooth them over batches, give them to ``update`` as
+        ``noise``; see :func:`optax_accum.accumulate`.
 
     Returns:
       A function with the arguments of ``fun`` that returns what
-      ``jax.value_and_grad(fun, argnums, has_aux)`` returns.
+      ``jax.value_and_grad(fun, argnums, has_aux)`` returns, and the noise if tracked.
 
     Raises:
       TypeError: an argument is of a wrong type.
@@ -224,7 +230,12 @@ def value_and_grad(
             last = split.rest == 0 and i == split.whole - 1
             return take(sums, split.full(batch, i), key, split.size, last=last)
 
-        sums = Sums(jnp.zeros([], float), [r.zeros() for r in reductions], carry)
+        sums = Sums(
+            jnp.zeros([], float),
+            [r.zeros() for r in reductions],
+            carry,
+            noise.start() if track_noise else (),
+        )
         if split.whole == 1:
             key = jax.tree.map(lambda x: x[0], keys)
             sums, stacks = take(
@@ -251,7 +262,11 @@ def value_and_grad(
         grads = _one(single, grads)
         if carried:
             out = _one(single_carry, tuple(carry[name] for name in carried)), out
-        return ((value, out), grads) if has_aux else (value, grads)
+        result = ((value, out), grads) if has_aux else (value, grads)
+        if isinstance(sums.noise, noise.NoiseState):
+            means = treedef.unflatten(sums.leaves)[1]
+            result += (noise.of_one_window(sums.noise, means, sums.weight),)
+        return result
 
     return value_and_grad_fn
 
@@ -271,8 +286,8 @@ def grad(
       **options: the other arguments of :func:`optax_accum.value_and_grad`.
 
     Returns:
-      A function with the arguments of ``fun`` that returns the gradients; with
-      ``has_aux``, the gradients and the auxiliary output.
+      A function with the arguments of ``fun`` that returns the gradients; after them,
+      with ``has_aux``, the auxiliary output and, with ``track_noise``, the noise.
 
     Raises:
       TypeError, ValueError: as ``value_and_grad``.
@@ -290,8 +305,10 @@ def grad(
 
     @functools.wraps(fun)
     def grad_fn(*args, **kwargs):
-        value, grads = value_and_grad_fn(*args, **kwargs)
-        return (grads, value[1]) if has_aux else grads
+        value, *rest = value_and_grad_fn(*args, **kwargs)
+        if has_aux:
+            rest.insert(1, value[1])
+        return tuple(rest) if len(rest) > 1 else rest[0]
 
     return grad_fn
 

@@ -62,6 +62,18 @@ def start() -> NoiseState:
     return NoiseState(floats[0], count, *floats[1:])
 
 
+def of_one_window(state: NoiseState, mean: Any, total_weight: Any) -> NoiseState:
+    """The estimates of this window alone, if one microbatch in it counted.
+
+    Its `squares` are then those of a window of weight 1, for `add_part_of_window`.
+    """
+    alone = add_window(
+        state, total_weight != 0, squared_norm(mean), total_weight, decay=0.0
+    )
+    weight = jnp.where(total_weight == 0, 1, total_weight)
+    return alone._replace(squares=state.squares / weight)
+
+
 def squared_norm(tree: Any) -> jax.Array:
     """The sum of the squares of all numbers in a tree, in at least float32."""
     total = jnp.zeros([], float)
@@ -93,11 +105,19 @@ def add_microbatch(
     state: NoiseState, grads: Any, weight: Any, *, empty: Any, counted: Any
 ) -> NoiseState:
     """The state with one more microbatch of the open window."""
-    squares = squared_norm(grads) * (1 if weight is None else weight)
-    squares = jnp.where(counted, squares, 0)
+    part = start()._replace(squares=squared_norm(grads), microbatches=1)
+    return add_part_of_window(state, part, weight, empty=empty, counted=counted)
+
+
+def add_part_of_window(
+    state: NoiseState, part: NoiseState, weight: Any, *, empty: Any, counted: Any
+) -> NoiseState:
+    """The state with several more, whose mean square and number `part` has."""
+    squares = part.squares * (1 if weight is None else weight)
     return state._replace(
-        squares=jnp.where(empty, 0, state.squares) + squares,
-        microbatches=jnp.where(empty, 0, state.microbatches) + jnp.where(counted, 1, 0),
+        squares=jnp.where(empty, 0, state.squares) + jnp.where(counted, squares, 0),
+        microbatches=jnp.where(empty, 0, state.microbatches)
+        + jnp.where(counted, part.microbatches, 0),
     )
 
 

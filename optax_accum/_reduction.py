@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from optax_accum import _noise as noise
 from optax_accum._split import Split
 from optax_accum._varying import axes_of, zeros_of
 from optax_accum._weighted_sum import add, sum_dtype
@@ -31,11 +32,19 @@ class Part(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What is kept of all microbatches so far."""
+    """What is kept of all microbatches so far.
+
+    Attributes:
+      weight: float scalar, the sum of their weights.
+      leaves: the sums, or what else becomes of each array.
+      carry: what goes on to the next microbatch.
+      noise: of the gradients, if that is tracked.
+    """
 
     weight: jax.Array
     leaves: list[Any]
     carry: Any
+    noise: noise.NoiseState | tuple[()]
 
 
 class Reduction(NamedTuple):
@@ -225,8 +234,13 @@ def add_part(
         carry = jax.tree.map(
             lambda new, old: jnp.where(counted, new, old), carry, sums.carry
         )
+    noise_state = sums.noise
+    if isinstance(noise_state, noise.NoiseState):
+        noise_state = noise.add_microbatch(
+            noise_state, part.out[1], weight, empty=first, counted=counted
+        )
     stacked = [x for r, x in zip(reductions, out, strict=True) if r.mode == "stack"]
-    return Sums(total, leaves, carry), stacked
+    return Sums(total, leaves, carry, noise_state), stacked
 
 
 def results(

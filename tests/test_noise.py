@@ -10,7 +10,9 @@ import pytest
 from helpers import FORMS, assert_trees_equal
 from optax import microbatching
 
+import optax_accum
 from optax_accum import accumulate, chain, metrics, noise_scale
+from optax_accum._split import Split
 
 SIZE = 64
 G = np.linspace(-0.5, 1.0, SIZE)  # the true gradient
@@ -185,3 +187,91 @@ def test_what_is_wrong_is_said():
     state = accumulate(2).init(jnp.zeros(2))
     with pytest.raises(ValueError, match="another track_noise"):
         accumulate(2, track_noise=True).update(jnp.zeros(2), state)
+
+
+def mean_loss(params, x):
+    return jnp.mean(jnp.tanh(x @ params) ** 2)
+
+
+PARAMS = jnp.array([1.0, -2.0, 0.5])
+X = jax.random.normal(jax.random.key(1), (10, 3))
+
+
+def by_microbatch(tx, parts, weights, skip=()):
+    """The state after these parts of `X`, each by an `update` of its own."""
+    state = tx.init(PARAMS)
+    for i, (part, w) in enumerate(zip(parts, weights, strict=True)):
+        if i not in skip:
+            grads = jax.grad(mean_loss)(PARAMS, part)
+            _, state = tx.update(grads, state, PARAMS, weight=w)
+    return state
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_value_and_grad_tells_what_accumulate_would(size):
+    ours = optax_accum.value_and_grad(mean_loss, microbatch_size=size, track_noise=True)
+    _, grads, noise = jax.jit(ours)(PARAMS, X)
+    assert_trees_equal(grads, jax.grad(mean_loss)(PARAMS, X), rtol=1e-5)
+    split = Split.of(10, size)
+    parts = [split.full(X, i) for i in range(split.whole)]
+    parts += [split.last(X)] if split.rest else []
+    tx = accumulate(len(parts), track_noise=True)
+    want = noise_scale(by_microbatch(tx, parts, map(len, parts)))
+    assert_trees_equal(noise_scale(noise), want, rtol=1e-4)
+
+
+def test_value_and_grad_without_noise_to_tell_says_nan():
+    def skip_all(grads, step, params):
+        return jnp.array(True), ()
+
+    for options in ({"microbatch_size": 10}, {"microbatch_size": 2, "skip": skip_all}):
+        ours = optax_accum.grad(mean_loss, track_noise=True, **options)
+        grads, noise = ours(PARAMS, X)
+        assert np.all(np.isfinite(grads))
+        assert all(np.isnan(x) for x in noise_scale(noise))
+
+
+def test_weights_and_skips_of_value_and_grad_count():
+    def skip(grads, step, params):
+        return jnp.any(jnp.isnan(jnp.stack(grads))), ()
+
+    def fun(params, x, y):
+        return mean_loss(params[0], x) + params[0][0] * 0 * y[0], y
+
+    y = jnp.array([1, 2, 3, 4, jnp.nan] * 2)
+    ours = optax_accum.value_and_grad(
+        fun,
+        has_aux=True,
+        batch_argnums=(1, 2),
+        microbatch_size=2,
+        weight=lambda params, x, y: y[0] ** 2,
+        skip=skip,
+        aux="stack",
+        track_noise=True,
+    )
+    (_, aux), _, noise = ours([PARAMS], X, y)
+    assert aux.shape == (10,)
+    parts = [jnp.stack([X[i], X[i + 5]]) for i in range(4)]
+    tx = accumulate(4, track_noise=True)
+    want = noise_scale(by_microbatch(tx, parts, [1, 4, 9, 16]))
+    assert_trees_equal(noise_scale(noise), want, rtol=1e-4)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_it_goes_into_the_state_by_update(every):
+    ours = optax_accum.value_and_grad(mean_loss, microbatch_size=1, track_noise=True)
+    tx = chain(accumulate(every, track_noise=True), optax.sgd(0.0))
+    state, parts = tx.init(PARAMS), []
+    for i in range(2):
+        part = X[5 * i : 5 * i + 5]
+        _, grads, noise = ours(PARAMS, part)
+        _, state = tx.update(grads, state, PARAMS, noise=noise)
+        parts += [row[None] for row in part]
+    inner = accumulate(5 * every, track_noise=True)
+    want = noise_scale(by_microbatch(inner, parts, [1] * 10))
+    assert_trees_equal(noise_scale(state), want, rtol=1e-4)
+    with pytest.raises(TypeError, match="noise must be the third"):
+        tx.update(grads, state, PARAMS, noise=noise_scale(noise))
+    tx = accumulate(2)
+    with pytest.raises(TypeError, match="track_noise=True"):
+        tx.update(grads, tx.init(PARAMS), noise=noise)
