@@ -13,3 +13,5 @@ from optax_accum._microbatch import grad as grad
 from optax_accum._microbatch import value_and_grad as value_and_grad
 from optax_accum._multi_steps import MultiSteps as MultiSteps
 from optax_accum._multi_steps import from_multi_steps_state as from_multi_steps_state
+from optax_accum._sharding import defer_reduction as defer_reduction
+from optax_accum._sharding import state_specs as state_specs

@@ -11,8 +11,10 @@ from jax.typing import ArrayLike, DTypeLike
 
 from optax_accum import _arguments as arguments
 from optax_accum import _noise as noise
+from optax_accum._finish import finish
+from optax_accum._partial import Whole, partial_over
 from optax_accum._tree import is_array, is_none, like, shorten, where_else_zero
-from optax_accum._weighted_sum import add, sum_dtype
+from optax_accum._weighted_sum import add, divide, sum_dtype
 from optax_accum._window import Accumulation, Window
 
 SkipFn = Callable[
@@ -28,7 +30,9 @@ class AccumulateState(NamedTuple):
       gradient_step: int32 scalar, how many windows have been released.
       acc_grads: the weighted sum of the open window's gradients, shaped like the
         parameters, in the accumulator's dtypes. After a release, and where
-        `window_weight` is 0, its numbers mean nothing. `()` for `every=1`.
+        `window_weight` is 0, its numbers mean nothing. `()` for `every=1`. With
+        `reduce_axes` it has a leading axis of the devices, sharded over them, and so,
+        in a `shard_map`, have `window_weight` and `acc_args`.
       window_weight: float scalar, the weight of the open window's microbatches so far;
         after a release, that of the window which it closed.
       released: boolean scalar, whether the last micro-step released.
@@ -64,6 +68,7 @@ def accumulate(
     average_args: Sequence[str] = (),
     track_noise: bool = False,
     noise_decay: float = 0.9,
+    reduce_axes: str | Sequence[str] = (),
 ) -> Accumulation:
     r"""Accumulates gradients and hands on their mean at the end of each window.
 
@@ -110,6 +115,13 @@ def accumulate(
         more read of each gradient that comes without a ``noise``. Weights then have to
         be in proportion to the numbers of examples (or tokens).
       noise_decay: how much of these estimates each window keeps, from 0 up to 1.
+      reduce_axes: mesh axes over which the gradients come partial, each device having
+        its own part, see :func:`optax_accum.defer_reduction`. They are reduced once, at
+        the release. In a ``shard_map``, where each device has a ``weight`` of its own,
+        the mean is over all of them; ``release`` or ``skip`` on one device counts on
+        all, and :func:`optax_accum.state_specs` tells how the state is sharded. What
+        stands before ``accumulate``, ``skip`` and ``track_noise`` see each device's
+        part alone; on an explicit mesh ``skip`` sees all, along a leading axis.
 
     Returns:
       A transform whose state is an :class:`AccumulateState`. What it releases has the
@@ -119,8 +131,9 @@ def accumulate(
     Raises:
       TypeError: an argument is of a wrong type, or the accumulator cannot hold the
         gradients' dtype.
-      ValueError: an argument has a wrong value, or the gradients do not match the
-        parameters that ``init`` was given.
+      ValueError: an argument has a wrong value; the gradients do not match the
+        parameters that ``init`` was given; or JAX has already reduced them over
+        ``reduce_axes``.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -150,6 +163,7 @@ def accumulate(
     arguments.check_choice("on_skip", on_skip, ("wait", "shrink"))
     arguments.check_skip(skip, on_skip)
     arguments.check_decay("noise_decay", noise_decay)
+    axes = arguments.check_axes(reduce_axes)
 
     def init_fn(params):
         if isinstance(params, optax.LookaheadParams):
@@ -160,25 +174,30 @@ def accumulate(
                 " micro-steps."
             )
         start = jnp.zeros([], jnp.int32)
-        acc_grads, skipped, skip_state = (), (), ()
+        over = partial_over(axes, params)
+        acc_grads, skipped, skip_state, noise_state = (), (), (), ()
         if schedule is not None:
             arguments.check_length(schedule(start))
         if every != 1:
-            acc_grads = _zeros_like(params, lambda own: sum_dtype(own, dtype))
+            acc_grads = _zeros_like(params, lambda own: sum_dtype(own, dtype), over)
         if skip is not None:
             _, skip_state = skip(_zeros_like(params, lambda own: own), start, params)
             skipped = jnp.zeros([], jnp.int32)
+        if track_noise:
+            noise_state = noise.start()._replace(
+                squares=over.zero_of_own(), microbatches=over.zero_of_own(jnp.int32)
+            )
         return AccumulateState(
             mini_step=jnp.zeros([], jnp.int32),
             gradient_step=jnp.zeros([], jnp.int32),
             acc_grads=acc_grads,
-            window_weight=jnp.zeros([], float),
+            window_weight=over.zero(),
             released=jnp.zeros([], bool),
             every=() if schedule is None else jnp.zeros([], jnp.int32),
-            acc_args={name: jnp.zeros([], float) for name in average_args},
+            acc_args={name: over.zero() for name in average_args},
             skipped=skipped,
             skip_state=jax.tree.map(jnp.array, skip_state),
-            noise=noise.start() if track_noise else (),
+            noise=noise_state,
         )
 
     # What tracing can decide stays a Python bool in here, so that nobody pays for what
@@ -186,7 +205,9 @@ def accumulate(
     def micro_step(
         updates, state, params=None, *, weight=None, release=None, **extra_args
     ):
-        _check_state(state, every, average_args, track_noise)
+        _check_state(state, every, average_args, track_noise, axes)
+        over = partial_over(axes, updates)
+        updates = over.parts(updates)
         part_of_noise = arguments.check_noise(extra_args.get("noise"), track_noise)
         arguments.warn_of_typos(extra_args.keys() - set(average_args))
         leaves, treedef = jax.tree.flatten(updates, is_leaf=is_none)
@@ -194,12 +215,12 @@ def accumulate(
         if every == 1:
             accs = _zeros_like(grads, lambda own: sum_dtype(own, dtype))
         else:
-            accs = _matching(state.acc_grads, updates, dtype)
+            accs = _matching(over.mine(state.acc_grads), updates, dtype)
 
         # Accept or skip.
         accepted, skipped, skip_state = True, (), ()
         if skip is not None:
-            accepted, skip_state = _judge(skip, updates, state, params)
+            accepted, skip_state = _judge(skip, updates, state, params, over)
             one_more = optax.safe_increment(state.skipped)
             skipped = jnp.where(accepted, state.skipped, one_more)
         counted = accepted
@@ -208,6 +229,34 @@ def accumulate(
             if accepted is not True:
                 weight = jnp.where(accepted, weight, 0)
             counted = weight != 0
+
+        # Add.
+        window_weight = over.mine(state.window_weight)
+        so_far = 0 if every == 1 else jnp.where(state.released, 0, window_weight)
+        added = jnp.where(counted, 1 if weight is None else weight, 0)
+        window_weight = so_far + added.astype(window_weight.dtype)
+        empty = every == 1 or so_far == 0
+
+        def accumulated(acc, x, divisor=None):
+            return add(acc, x, weight, empty=empty, counted=counted, divisor=divisor)
+
+        acc_args = {
+            name: accumulated(acc, arguments.check_average_arg(name, extra_args))
+            for name, acc in over.mine(state.acc_args).items()
+        }
+        noise_state, mean_square = (), ()
+        if track_noise:
+            if part_of_noise is None:
+                square = over.squares(noise.squared_norm, grads)
+                part_of_noise = noise.of_one_microbatch(square)
+            noise_state = noise.add_part_of_window(
+                _map_own(over.mine, state.noise),
+                part_of_noise,
+                weight,
+                empty=empty,
+                counted=counted,
+            )
+            mean_square = jnp.zeros([], float)
 
         # Release or not.
         mini_step = optax.safe_increment(state.mini_step)
@@ -219,49 +268,35 @@ def accumulate(
             length = jnp.where(state.every == 0, now, state.every)
         closed = every == 1 or (every is not None and mini_step >= length)
         if release is not None:
-            closed = _any(closed, arguments.check_release(release))
-        so_far = 0 if every == 1 else jnp.where(state.released, 0, state.window_weight)
-        added = jnp.where(counted, 1 if weight is None else weight, 0)
-        window_weight = so_far + added.astype(state.window_weight.dtype)
-        released = _all(closed, counted is True or window_weight != 0)
+            release = arguments.check_release(release)
+            if not isinstance(release, bool):
+                release = over.most(release)
+            closed = _any(closed, release)
+        total_weight, total_args, total_noise = over.totals(
+            closed, (window_weight, acc_args, noise_state)
+        )
+        released = _all(closed, counted is True or total_weight != 0)
+        divisor = jnp.where(released, total_weight, 1)
+        window_args = extra_args | {
+            name: _cast_like(divide(total, divisor), jnp.asarray(extra_args[name]))
+            for name, total in total_args.items()
+        }
 
-        # Add and, at a release, divide.
-        empty = every == 1 or so_far == 0
-        divisor = jnp.where(released, window_weight, 1)
-
-        def accumulated(acc, x, divisor):
-            return add(acc, x, weight, empty=empty, counted=counted, divisor=divisor)
-
-        if reduction == "sum" or (every == 1 and weight is None):
-            grads_divisor = None
-        else:
-            grads_divisor = divisor
+        # The mean, where it can be had in the pass over memory that adds.
+        divides = reduction == "mean" and not (every == 1 and weight is None)
         mean = treedef.unflatten(
-            accumulated(acc, g, grads_divisor) if is_array(g) else acc
+            accumulated(acc, g, divisor if divides and not axes else None)
+            if is_array(g)
+            else acc
             for acc, g in zip(accs, grads, strict=True)
         )
-        acc_args, window_args = {}, extra_args
-        for name in average_args:
-            acc, x = state.acc_args[name], arguments.check_average_arg(name, extra_args)
-            acc_args[name] = accumulated(acc, x, None)
-            window_args = window_args | {
-                name: _cast_like(accumulated(acc, x, divisor), x)
-            }
-
-        noise_state, mean_square = (), ()
-        if track_noise:
-            if part_of_noise is None:
-                noise_state = noise.add_microbatch(
-                    state.noise, grads, weight, empty=empty, counted=counted
-                )
-            else:
-                noise_state = noise.add_part_of_window(
-                    state.noise, part_of_noise, weight, empty=empty, counted=counted
-                )
-            mean_square = jnp.zeros_like(noise_state.squares)
 
         def downstream(mean, mean_square, params):
             del params
+            if axes:
+                mean = jax.tree.map(over.total, mean)
+                if reduction == "mean":
+                    mean = jax.tree.map(lambda x: divide(x, divisor), mean)
             if track_noise:
                 # Behind a barrier, or XLA would share its squares with those that the
                 # optimizer takes, which for that would have to be written out.
@@ -276,8 +311,11 @@ def accumulate(
                 if reduction == "sum":
                     mean_square /= jnp.square(divisor)
                 noise_after = noise.add_window(
-                    noise_after, released, mean_square, window_weight, noise_decay
+                    total_noise, released, mean_square, total_weight, noise_decay
+                )._replace(
+                    squares=noise_state.squares, microbatches=noise_state.microbatches
                 )
+                noise_after = _map_own(over.row, noise_after)
             return AccumulateState(
                 mini_step=jnp.where(closed, 0, mini_step),
                 gradient_step=jnp.where(
@@ -285,11 +323,11 @@ def accumulate(
                     optax.safe_increment(state.gradient_step),
                     state.gradient_step,
                 ),
-                acc_grads=() if every == 1 else acc_grads,
-                window_weight=window_weight,
+                acc_grads=() if every == 1 else over.row(acc_grads),
+                window_weight=over.row(window_weight),
                 released=jnp.array(released),
                 every=() if schedule is None else jnp.where(closed, 0, length),
-                acc_args=acc_args,
+                acc_args=over.row(acc_args),
                 skipped=skipped,
                 skip_state=skip_state,
                 noise=noise_after,
@@ -299,6 +337,8 @@ def accumulate(
 
     def update_fn(updates, state, params=None, **extra_args):
         window = micro_step(updates, state, params, **extra_args)
+        if axes:  # reduces only at a release
+            return finish(window, params)
         updates, tail = window.downstream(window.mean, window.tail_state, params)
         return where_else_zero(window.released, updates), window.close(
             window.mean, tail
@@ -308,7 +348,11 @@ def accumulate(
 
 
 def _check_state(
-    state: Any, every: Any, average_args: Sequence[str], track_noise: bool
+    state: Any,
+    every: Any,
+    average_args: Sequence[str],
+    track_noise: bool,
+    axes: tuple[str, ...],
 ) -> None:
     if not isinstance(state, AccumulateState):
         raise TypeError(
@@ -321,6 +365,7 @@ def _check_state(
         and not (has_acc and every == 1),
         "average_args": set(state.acc_args) == set(average_args),
         "track_noise": isinstance(state.noise, noise.NoiseState) == track_noise,
+        "reduce_axes": bool(axes) or jnp.ndim(state.window_weight) == 0,
     }
     for name in fits:
         if not fits[name]:
@@ -330,13 +375,16 @@ def _check_state(
             )
 
 
-def _zeros_like(tree: Any, dtype_fn: Callable[[DTypeLike], DTypeLike]) -> Any:
+def _zeros_like(
+    tree: Any, dtype_fn: Callable[[DTypeLike], DTypeLike], over: Whole | None = None
+) -> Any:
     """Zeros, laid out over devices like the tree; `None` for what is not an array."""
+    over = over or Whole()
 
     def zeros(x):
         if not is_array(x):
             return None
-        return jnp.zeros_like(x, dtype=dtype_fn(jnp.result_type(x)))
+        return over.zeros(x, dtype_fn(jnp.result_type(x)))
 
     return jax.tree.map(zeros, tree)
 
@@ -395,14 +443,22 @@ def _check_layout(name: str, acc: Any, g: Any) -> None:
         )
 
 
-def _judge(skip: SkipFn, updates: Any, state: AccumulateState, params: Any):
+def _map_own(fun: Callable[[Any], Any], state: noise.NoiseState) -> noise.NoiseState:
+    """Of what is added up for each device by itself."""
+    squares, microbatches = fun((state.squares, state.microbatches))
+    return state._replace(squares=squares, microbatches=microbatches)
+
+
+def _judge(
+    skip: SkipFn, updates: Any, state: AccumulateState, params: Any, over: Whole
+) -> tuple[jax.Array, Any]:
     """Whether to accept a microbatch, and the state that `skip` returns with it."""
     updates = jax.tree.map(lambda g: g if is_array(g) else None, updates)
     verdict = skip(updates, state.gradient_step, params)
     should_skip, skip_state = arguments.check_pair("skip", verdict)
     arguments.check_should_skip(should_skip)
     skip_state = like(skip_state, state.skip_state, "The state that skip returns")
-    return jnp.logical_not(should_skip), skip_state
+    return jnp.logical_not(over.most(should_skip)), over.most(skip_state)
 
 
 def _cast_like(x: jax.Array, like: Any) -> Any:

@@ -97,6 +97,18 @@ def check_decay(name: str, decay: Any) -> None:
         raise ValueError(f"{name} must be a number from 0 up to 1, got {decay}.")
 
 
+def check_axes(axes: Any) -> tuple[str, ...]:
+    """The names of mesh axes, as a tuple."""
+    names = (axes,) if isinstance(axes, str) else axes
+    listed = isinstance(names, Sequence) and all(isinstance(x, str) for x in names)
+    if not listed or len(set(names)) < len(names):
+        raise TypeError(
+            "reduce_axes must be the name of a mesh axis, or a tuple of different ones,"
+            f" got {axes!r}."
+        )
+    return tuple(names)
+
+
 def check_should_skip(should_skip: Any) -> None:
     if jnp.shape(should_skip) != () or not jnp.issubdtype(
         jnp.result_type(should_skip), jnp.bool_

@@ -1,4 +1,4 @@
-"""Chains whose tail runs only at a release, and the two ways to finish a micro-step."""
+"""Chains whose tail runs only at a release, and the short way to end a micro-step."""
 
 from typing import Any
 
@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import optax
 
 from optax_accum._conditional import run_if
+from optax_accum._finish import finish, has_arrays
 from optax_accum._metrics import accumulate_states
-from optax_accum._tree import is_array, is_none, put, shorten, where_else_zero
-from optax_accum._varying import axes_of, zeros_of
-from optax_accum._window import Accumulation, Window
+from optax_accum._tree import is_array, is_none, put, shorten
+from optax_accum._window import Accumulation
 
 
 def chain(
@@ -177,7 +177,7 @@ def apply_gradients(
 
     before = [parts[i] for i in moving], window.tail_state
     moved, tail_state = run_if(
-        window.released, release, before, entwined=_has_arrays(window.tail_state)
+        window.released, release, before, entwined=has_arrays(window.tail_state)
     )
     return fill(moved), window.close(window.mean, tail_state)
 
@@ -241,86 +241,6 @@ def _check_state(state: Any, length: int) -> None:
             f"The state must be a tuple of {length}, as from init of this chain, got"
             f" {shorten(jax.tree.structure(state))}. {hint}"
         )
-
-
-def finish(
-    window: Window, params: optax.Params | None
-) -> tuple[optax.Updates, optax.OptState]:
-    """The end of `update`: at a release what comes out downstream, else zeros.
-
-    At a release the accumulator is dead, so its buffer carries the update out and no
-    tree of updates is ever allocated: the selection fuses into what reads the updates.
-    Leaves that the accumulator cannot hold exactly get a buffer of their own.
-    """
-    leaves, treedef = _update_leaves(window, params)
-    accs, acc_def = jax.tree.flatten(window.mean, is_leaf=is_none)
-    carried, own = set(), {}
-    for i, u in enumerate(leaves):
-        if treedef == acc_def and _can_carry(accs[i], u):
-            carried.add(i)
-        elif is_array(u):
-            own[i] = zeros_of(u)
-
-    def release(buffers):
-        mean, own, tail_state = buffers
-        updates, tail_state = window.downstream(mean, tail_state, params)
-        updates = treedef.flatten_up_to(updates)
-        mean = acc_def.flatten_up_to(mean)
-        for i in carried:
-            mean[i] = updates[i].astype(accs[i].dtype)
-        return acc_def.unflatten(mean), {i: updates[i] for i in own}, tail_state
-
-    acc_grads, own, tail_state = run_if(
-        window.released,
-        release,
-        (window.mean, own, window.tail_state),
-        entwined=_has_arrays(window.tail_state),
-    )
-    accs = acc_def.flatten_up_to(acc_grads)
-    for i in carried:
-        emitted = where_else_zero(window.released, accs[i])
-        leaves[i] = emitted.astype(leaves[i].dtype)
-    for i in own:
-        leaves[i] = own[i]
-    return treedef.unflatten(leaves), window.close(acc_grads, tail_state)
-
-
-def _has_arrays(tail_state: optax.OptState) -> bool:
-    """Whether a state has more than counters: moments, which updates are made of."""
-    return any(jnp.ndim(x) > 0 for x in jax.tree.leaves(tail_state) if is_array(x))
-
-
-def _update_leaves(window: Window, params: optax.Params | None) -> tuple[list, Any]:
-    """The types of the updates at a release; what is no array comes as it is."""
-    leaves, treedef = [], None
-
-    def note():
-        nonlocal treedef
-        updates, _ = window.downstream(window.mean, window.tail_state, params)
-        updates, treedef = jax.tree.flatten(updates, is_leaf=is_none)
-        leaves.extend(jax.typeof(u) if is_array(u) else u for u in updates)
-
-    jax.eval_shape(note)
-    return leaves, treedef
-
-
-def _can_carry(acc: Any, update: Any) -> bool:
-    """Whether an accumulator leaf can hold an update without losing anything."""
-    if not (is_array(acc) and is_array(update)) or acc.shape != update.shape:
-        return False
-    acc = jax.typeof(acc)
-    if acc.sharding != update.sharding or axes_of(acc) != axes_of(update):
-        return False
-    if jnp.issubdtype(acc.dtype, jnp.complexfloating) != jnp.issubdtype(
-        update.dtype, jnp.complexfloating
-    ):
-        return False
-    wide = acc.dtype in (jnp.float32, jnp.float64, jnp.complex64, jnp.complex128)
-    return (
-        wide
-        and jnp.issubdtype(update.dtype, jnp.inexact)
-        and (jnp.finfo(update.dtype).bits <= jnp.finfo(acc.dtype).bits)
-    )
 
 
 def _apply(params: optax.Params, updates: optax.Updates) -> optax.Params:

@@ -56,7 +56,8 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
       - ``gradient_step``: windows released.
       - ``released``: whether the last micro-step released.
       - ``window_weight``: weight of the open window so far; after a release, that of
-        the window that was released, for example its number of tokens.
+        the window that was released, for example its number of tokens. With
+        ``reduce_axes`` that of all devices together; in the ``shard_map``, of one.
       - ``skipped``: microbatches that ``skip`` has left out in all.
       - with ``track_noise``, ``noise_scale``, ``gradient_norm_squared`` and ``trace``:
         see :func:`optax_accum.noise_scale`.
@@ -88,6 +89,8 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
             value = getattr(state, name)
             if isinstance(value, tuple):  # without `skip`
                 value = jnp.zeros_like(state.mini_step)
+            if jnp.ndim(value) > jnp.ndim(state.mini_step):  # a row for each device
+                value = jnp.sum(value, axis=-1)
             flat[prefix + name] = jnp.array(value)
         if isinstance(state.noise, NoiseState):
             for name, value in estimate(state.noise)._asdict().items():

@@ -6,18 +6,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from optax_accum import _arguments as arguments
-from optax_accum import _noise as noise
 from optax_accum._accumulate import SkipFn
 from optax_accum._nnx import Modules
-from optax_accum._reduction import MODES, Part, Sums, add_part, plan, results
+from optax_accum._partial import Whole
+from optax_accum._reduction import MODES, Part
 from optax_accum._roles import find_arguments
-from optax_accum._split import Split, split_keys
-from optax_accum._tree import differentiable, like, put
-from optax_accum._varying import vary_as_carry
+from optax_accum._scan import add_up
+from optax_accum._split import Split
+from optax_accum._spread import spread
+from optax_accum._tree import differentiable, is_array, like, put
 
 
 def value_and_grad(
@@ -35,6 +35,7 @@ def value_and_grad(
     dtype: DTypeLike | None = None,
     skip: SkipFn | None = None,
     track_noise: bool = False,
+    reduce_axes: str | Sequence[str] = (),
 ) -> Callable[..., Any]:
     r""":func:`jax.value_and_grad` of a large batch that holds one microbatch at a time.
 
@@ -100,6 +101,15 @@ def value_and_grad(
         for one more read of each microbatch's gradient: scalars with the estimates of
         this batch alone. To smooth them over batches, give them to ``update`` as
         ``noise``; see :func:`optax_accum.accumulate`.
+      reduce_axes: mesh axes over which the batch is sharded, and the parameters are
+        replicated. Each device then adds up the gradients of its own examples, and one
+        reduction follows the last microbatch, where JAX by itself has one for each.
+        The scan goes into a :func:`jax.shard_map` over these axes, unless it is in one
+        already; all others stay as they are. ``fun``, ``weight`` and ``skip`` then get
+        what one device has, and each device a random key of its own; a microbatch that
+        ``skip`` leaves out on one device is left out on all. What is carried on must be
+        the same on all devices (:func:`jax.lax.pmean`, or ``axis_name`` of a batch
+        normalisation), and there is no ``aux="last"``.
 
     Returns:
       A function with the arguments of ``fun`` that returns what
@@ -108,9 +118,10 @@ def value_and_grad(
     Raises:
       TypeError: an argument is of a wrong type.
       ValueError: an argument has a wrong value; or, when the function is called, there
-        is no batch, its sizes differ, the loss or the weight is not a scalar, or in a
-        ``shard_map`` the weight, or what ``skip`` says, differs from device to device
-        and a gradient, summed over them by JAX, does not.
+        is no batch, its sizes differ, the loss or the weight is not a scalar, there is
+        no mesh with ``reduce_axes`` or the batch cannot be divided among its devices,
+        or in a ``shard_map`` the weight, or what ``skip`` says, differs from device to
+        device and a gradient, summed over them by JAX, does not.
 
     Examples:
       >>> import jax
@@ -149,6 +160,7 @@ def value_and_grad(
         arguments.check_function("weight", weight)
     arguments.check_skip(skip, "wait")
     dtype = arguments.check_dtype(dtype)
+    axes = arguments.check_axes(reduce_axes)
     for mode in jax.tree.leaves(aux):
         arguments.check_choice("aux", mode, MODES)
     if not has_aux and (numbers["carry_argnums"] or aux != "mean"):
@@ -163,10 +175,6 @@ def value_and_grad(
             {name: given.pop(name) for name in role}
             for role in (batched, keyed, carried)
         )
-        batch_size = arguments.check_batch(batch)
-        size = microbatch_size or -(-batch_size // (num_microbatches or 1))
-        split = Split.of(batch_size, size)
-        arguments.check_layout(batch, split)
         modules = Modules(given, dict(zip(trained, filters, strict=True)))
         params = tuple(modules.inputs[name] for name in trained)
         arguments.check_differentiable(dict(zip(trained, params, strict=True)))
@@ -177,96 +185,79 @@ def value_and_grad(
             by_position = (inputs[str(i)] for i in range(len(args)))
             return f(*by_position, **by_name), current_state
 
-        # What differs from one microbatch to the next is an argument here too. What
-        # else `fun` gets is the same for all, and does not have to be made of arrays.
-        @functools.partial(jax.jit, inline=True)
-        def one(batch, keys, carry):
+        def window(over, inputs, batch, keys, carry):
+            """The results of all microbatches that are here."""
+            batch_size = arguments.check_batch(batch)
+            if num_microbatches is None:
+                size = over.microbatch_size(microbatch_size)
+            else:
+                size = -(-batch_size // num_microbatches)
+            split = Split.of(batch_size, size)
+            arguments.check_layout(batch, split)
+            params = tuple(_defer(over, inputs[name]) for name in trained)
             carry, module_state = carry
-            inputs = modules.inputs | batch | keys | carry
+            carry = carry, _own_streams(over, module_state)
 
-            def loss_fn(params):
-                here = inputs | dict(zip(trained, params, strict=True))
-                out, current_state = call(fun, here, module_state)
-                value, out = arguments.check_out(out) if has_aux else (out, ())
-                new = ()
-                if carried:
-                    new, out = arguments.check_pair("fun in its aux", out)
-                    new = (new,) if single_carry else new
-                    arguments.check_carry(new, len(carried))
-                arguments.check_arrays("fun in its aux", out)
-                return arguments.check_loss(value), (out, new, current_state())
+            # What differs from one microbatch to the next is an argument here too. What
+            # else `fun` gets is the same for all, and need not be made of arrays.
+            @functools.partial(jax.jit, inline=True)
+            def one(batch, keys, carry):
+                carry, module_state = carry
+                now = inputs | batch | keys | carry
 
-            (value, (out, new, new_state)), grads = _value_and_grad(loss_fn, params)
-            new = dict(zip(carried, new, strict=True))
-            new = like(new, carry, "What fun carries on", exact=True)
-            new_state = like(new_state, module_state, "A module's state", exact=True)
-            counts, counted = None, None
-            if skip is not None:
-                step = jnp.zeros([], jnp.int32)
-                verdict = skip(_one(single, grads), step, _one(single, params))
-                skipped, _ = arguments.check_pair("skip", verdict)
-                arguments.check_should_skip(skipped)
-                counted = jnp.logical_not(skipped)
-            if weight is not None:
-                counts, _ = call(weight, inputs, module_state)
-                counts = arguments.check_weight(counts, float)
-                if counted is not None:
-                    counts = jnp.where(counted, counts, 0)
-                counted = counts != 0
-            return Part((value, grads, out), (new, new_state), counts, counted)
+                def loss_fn(params):
+                    here = now | dict(zip(trained, params, strict=True))
+                    out, current_state = call(fun, here, module_state)
+                    value, out = arguments.check_out(out) if has_aux else (out, ())
+                    new = ()
+                    if carried:
+                        new, out = arguments.check_pair("fun in its aux", out)
+                        new = (new,) if single_carry else new
+                        arguments.check_carry(new, len(carried))
+                    arguments.check_arrays("fun in its aux", out)
+                    over.check_loss(value := arguments.check_loss(value))
+                    return value, (out, new, current_state())
 
-        keys, last_key = split_keys(keys, split)
-        carry = carry, modules.state
-        reductions, treedef = plan(one, split, batch, keys, carry, aux, dtype)
+                (value, (out, new, new_state)), grads = _value_and_grad(loss_fn, params)
+                new = dict(zip(carried, new, strict=True))
+                new = like(new, carry, "What fun carries on", exact=True)
+                new_state = like(
+                    new_state, module_state, "A module's state", exact=True
+                )
+                counts, counted = None, None
+                if skip is not None:
+                    step = jnp.zeros([], jnp.int32)
+                    verdict = skip(_one(single, grads), step, _one(single, params))
+                    skipped, _ = arguments.check_pair("skip", verdict)
+                    arguments.check_should_skip(skipped)
+                    counted = jnp.logical_not(over.most(skipped))
+                if weight is not None:
+                    here = now | dict(zip(trained, params, strict=True))
+                    counts, _ = call(weight, here, module_state)
+                    counts = arguments.check_weight(counts, float)
+                    if counted is not None:
+                        counts = jnp.where(counted, counts, 0)
+                    counted = counts != 0
+                return Part((value, grads, out), (new, new_state), counts, counted)
 
-        def take(sums, batch, key, size, *, first=False, last):
-            part, share = one(batch, key, sums.carry), size // split.blocks
-            if split.microbatches == 1:  # a mean over one, whatever its weight
-                part, share = part._replace(weight=None), 1
-            return add_part(reductions, sums, part, share, first=first, last=last)
-
-        def step(sums, xs):
-            i, key = xs
-            last = split.rest == 0 and i == split.whole - 1
-            return take(sums, split.full(batch, i), key, split.size, last=last)
-
-        sums = Sums(
-            jnp.zeros([], float),
-            [r.zeros() for r in reductions],
-            carry,
-            noise.start() if track_noise else (),
-        )
-        if split.whole == 1:
-            key = jax.tree.map(lambda x: x[0], keys)
-            sums, stacks = take(
-                sums,
-                split.full(batch, 0),
-                key,
-                split.size,
-                first=True,
-                last=not split.rest,
+            found = add_up(
+                one, split, batch, keys, carry, aux, dtype, track_noise, over
             )
-            stacks = [x[None] for x in stacks]
-        else:
-            xs = jnp.arange(split.whole), keys
-            sums = vary_as_carry(step, sums, xs)
-            sums, stacks = lax.scan(step, sums, xs)
-        rests = [None] * len(stacks)
-        if split.rest:
-            sums, rests = take(sums, split.last(batch), last_key, split.rest, last=True)
+            carry, new_state = found.carry
+            new_state = _old_streams(new_state, module_state)
+            return found._replace(carry=(carry, new_state))
 
-        carry, module_state = sums.carry
+        found = spread(
+            window, axes, modules.inputs, batch, keys, (carry, modules.state)
+        )
+        value, grads, out = found.out
+        carry, module_state = found.carry
         modules.update(module_state)
-        found = results(reductions, sums, stacks, rests, split)
-        value, grads, out = treedef.unflatten(found)
         grads = _one(single, grads)
         if carried:
             out = _one(single_carry, tuple(carry[name] for name in carried)), out
         result = ((value, out), grads) if has_aux else (value, grads)
-        if isinstance(sums.noise, noise.NoiseState):
-            means = treedef.unflatten(sums.leaves)[1]
-            result += (noise.of_one_window(sums.noise, means, sums.weight),)
-        return result
+        return (*result, found.noise) if track_noise else result
 
     return value_and_grad_fn
 
@@ -329,3 +320,25 @@ def _value_and_grad(loss_fn: Callable[[Any], Any], params: Any) -> tuple[Any, An
 
 def _one(single: bool, items: tuple) -> Any:
     return items[0] if single else items
+
+
+def _defer(over: Whole, params: Any) -> Any:
+    """Parameters whose gradients stay on the devices."""
+    chosen = differentiable(params)
+    return jax.tree.map_with_path(
+        lambda path, x: over.defer(path, jnp.asarray(x)) if chosen(x) else x, params
+    )
+
+
+def _own_streams(over: Whole, state: Any) -> Any:
+    """The random streams of modules, drawing other numbers on each device."""
+    return jax.tree.map(lambda x: over.key(x) if _is_key(x) else x, state)
+
+
+def _old_streams(state: Any, old: Any) -> Any:
+    """The state with the keys that came in; what has been drawn is in a counter."""
+    return jax.tree.map(lambda x, y: y if _is_key(y) else x, state, old)
+
+
+def _is_key(x: Any) -> bool:
+    return is_array(x) and jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)

@@ -1,6 +1,6 @@
 """The drop-in for `optax.MultiSteps`, and the way over from its checkpoints."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -10,7 +10,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from optax_accum import _arguments as arguments
 from optax_accum._accumulate import AccumulateState, SkipFn, accumulate
-from optax_accum._chain import chain, finish
+from optax_accum._chain import chain
+from optax_accum._finish import finish
 from optax_accum._metrics import released
 from optax_accum._nnx import pure
 from optax_accum._tree import like
@@ -70,6 +71,7 @@ class MultiSteps(Accumulation):
       use_grad_mean: hand the mean on, or else the sum.
       should_skip_update_fn: see ``skip`` of ``accumulate``.
       accumulator_dtype: see ``dtype`` of ``accumulate``; by default at least float32.
+      reduce_axes: see ``accumulate``.
 
     Raises:
       TypeError, ValueError: as ``accumulate`` and ``chain``.
@@ -98,6 +100,8 @@ class MultiSteps(Accumulation):
         use_grad_mean: bool = True,
         should_skip_update_fn: SkipFn | None = None,
         accumulator_dtype: DTypeLike | None = None,
+        *,
+        reduce_axes: str | Sequence[str] = (),
     ) -> Self:
         tx = chain(
             accumulate(
@@ -105,6 +109,7 @@ class MultiSteps(Accumulation):
                 reduction="mean" if use_grad_mean else "sum",
                 skip=should_skip_update_fn,
                 dtype=arguments.check_dtype(accumulator_dtype, "accumulator_dtype"),
+                reduce_axes=reduce_axes,
             ),
             opt,
         )
@@ -168,7 +173,8 @@ def from_multi_steps_state(
       TypeError: ``state`` is no ``optax.MultiStepsState``, or does not belong to the
         optimizer in ``tx``.
       ValueError: ``tx`` is of another form; or the state is in the middle of a window
-        and ``tx`` has ``average_args``, whose past values Optax did not keep.
+        and ``tx`` has ``reduce_axes``, or ``average_args``, whose past values Optax did
+        not keep.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -205,8 +211,16 @@ def from_multi_steps_state(
             " their values. Convert it at the end of a window."
         )
     count = mini_step if use_grad_mean else 1
-    sums = ours.acc_grads
-    if jax.tree.leaves(sums):  # a window of one keeps none
+    sums, window_weight = ours.acc_grads, mini_step.astype(float)
+    if _has_rows(sums, params):
+        if mini_step > 0:
+            raise ValueError(
+                "tx has reduce_axes, so a part of the window for each device, but the"
+                f" state is in the middle of a window (mini_step {mini_step}) and has"
+                " the whole. Convert it at the end of a window."
+            )
+        window_weight = ours.window_weight
+    elif jax.tree.leaves(sums):  # a window of one keeps none
         sums = like(state.acc_grads, sums, "acc_grads")
         sums = jax.tree.map(lambda mean: mean * count, sums)
     inner = state.inner_opt_state
@@ -215,7 +229,7 @@ def from_multi_steps_state(
         mini_step=mini_step,
         gradient_step=gradient_step,
         acc_grads=sums,
-        window_weight=mini_step.astype(float),
+        window_weight=window_weight,
         released=(mini_step == 0) & (gradient_step > 0),
         every=ours.every,
         acc_args=ours.acc_args,
@@ -225,3 +239,9 @@ def from_multi_steps_state(
     )
     new = (*head, ours, *like(inner, tail, "inner_opt_state"))
     return MultiStepsState(*new) if isinstance(fresh, MultiStepsState) else new
+
+
+def _has_rows(acc_grads: Any, params: Any) -> bool:
+    """Whether an accumulator has the leading axis that `reduce_axes` gives it."""
+    pairs = zip(jax.tree.leaves(acc_grads), jax.tree.leaves(params), strict=False)
+    return any(jnp.ndim(acc) > jnp.ndim(p) for acc, p in pairs)

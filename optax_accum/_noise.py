@@ -105,8 +105,13 @@ def add_microbatch(
     state: NoiseState, grads: Any, weight: Any, *, empty: Any, counted: Any
 ) -> NoiseState:
     """The state with one more microbatch of the open window."""
-    part = start()._replace(squares=squared_norm(grads), microbatches=1)
+    part = of_one_microbatch(squared_norm(grads))
     return add_part_of_window(state, part, weight, empty=empty, counted=counted)
+
+
+def of_one_microbatch(square: jax.Array) -> NoiseState:
+    """What the squared norm of its gradient adds to a window."""
+    return start()._replace(squares=square, microbatches=jnp.ones([], jnp.int32))
 
 
 def add_part_of_window(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from optax_accum import _noise as noise
+from optax_accum._partial import Whole
 from optax_accum._split import Split
 from optax_accum._varying import axes_of, zeros_of
 from optax_accum._weighted_sum import add, sum_dtype
@@ -113,6 +114,7 @@ def plan(
     carry: Any,
     aux: Any,
     dtype: DTypeLike | None,
+    over: Whole,
 ) -> tuple[list[Reduction], Any]:
     """A reduction for each array that `one` gives, and how these arrays are nested.
 
@@ -137,7 +139,13 @@ def plan(
     for mode, (path, x), rest in zip(
         jax.tree.leaves(modes), jax.tree.leaves_with_path(out), rests, strict=True
     ):
-        _check_mode(mode, jax.tree_util.keystr(path) or "the root", x, rest, split)
+        at = jax.tree_util.keystr(path) or "the root"
+        if mode == "last" and over.axes:
+            raise ValueError(
+                f'aux="last" at {at} is of one device; with reduce_axes={over.axes!r}'
+                ' say "mean", "sum" or "stack".'
+            )
+        _check_mode(mode, at, x, rest, split)
         reductions.append(Reduction.of(mode, x))
     return reductions, jax.tree.structure(types[0])
 
@@ -241,18 +249,3 @@ def add_part(
         )
     stacked = [x for r, x in zip(reductions, out, strict=True) if r.mode == "stack"]
     return Sums(total, leaves, carry, noise_state), stacked
-
-
-def results(
-    reductions: list[Reduction],
-    sums: Sums,
-    stacks: list[jax.Array],
-    rests: list[Any],
-    split: Split,
-) -> list[jax.Array]:
-    """The reduced arrays, once all microbatches are in the sums."""
-    joined = map(split.join, stacks, rests)
-    return [
-        next(joined) if r.mode == "stack" else r.result(x)
-        for r, x in zip(reductions, sums.leaves, strict=True)
-    ]

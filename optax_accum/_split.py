@@ -1,6 +1,7 @@
 """Cuts a batch into microbatches, and puts together again what comes of them."""
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -67,12 +68,18 @@ class Split(NamedTuple):
         return x.reshape(self.blocks, x.shape[0] // self.blocks, *x.shape[1:])
 
 
-def split_keys(keys: dict[Any, Any], split: Split) -> tuple[Any, Any]:
-    """A key for each microbatch: those of the whole ones, stacked, and of the rest."""
+def split_keys(
+    keys: dict[Any, Any], split: Split, own: Callable[[jax.Array], jax.Array]
+) -> tuple[Any, Any]:
+    """A key for each microbatch: those of the whole ones, stacked, and of the rest.
+
+    What `own` makes of a key is split in its place.
+    """
     whole, last = {}, {}
     for name, tree in keys.items():
         try:
             # A single microbatch is the batch, and so gets what the batch would.
+            tree = jax.tree.map(own, tree)
             each = jax.tree.map(
                 lambda key: jax.random.split(key, max(split.microbatches, 2)), tree
             )

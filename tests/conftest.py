@@ -1,5 +1,5 @@
-"""Two CPU devices, so that sharding is tested on any machine."""
+"""Eight CPU devices, so that sharding is tested on any machine."""
 
 import jax
 
-jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_num_cpu_devices", 8)

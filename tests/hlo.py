@@ -2,11 +2,17 @@
 
 import math
 import re
+from typing import NamedTuple
 
 COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 CALLED = re.compile(r"(?:calls|to_apply|body|condition)=%?([\w.\-]+)")
 BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 FALSE_BRANCH = re.compile(r"false_computation=%?([\w.\-]+)")
+ARRAY = re.compile(r"\b(pred|[a-z]+\d+)\[([\d,]*)\]")
+COLLECTIVE = re.compile(
+    r"= (.*?) ((?:all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)"
+    r"(?:-start)?)\("
+)
 COPY = re.compile(r"= \w+\[([\d,]*)\]\S* copy\(")
 
 
@@ -51,3 +57,57 @@ def copies(lines, at_least):
             size = math.prod(int(n) for n in match[1].split(",") if n)
             found += [line.strip()] if size >= at_least else []
     return found
+
+
+class Collective(NamedTuple):
+    """An instruction that sends.
+
+    Attributes:
+      name: such as `all-reduce`.
+      bytes: of its result on one device.
+      at_release: whether it is only run if a conditional says yes.
+      in_loop: whether it is in a computation that a loop calls.
+    """
+
+    name: str
+    bytes: int
+    at_release: bool
+    in_loop: bool
+
+
+def collectives(text):
+    """All instructions of a compiled program that send between devices."""
+    found, _ = computations(text)
+    between = set(lines_between_releases(text))
+    looped = _called(found, re.compile(r"(?:body|condition)=%?([\w.\-]+)"))
+    return [
+        Collective(
+            match[2],
+            sum(_bytes(*array) for array in ARRAY.findall(match[1])),
+            at_release=line not in between,
+            in_loop=name in looped,
+        )
+        for name, lines in found.items()
+        for line in lines
+        if (match := COLLECTIVE.search(line))
+    ]
+
+
+def _called(found, roots):
+    """What is called, by whatever it is called, from the computations named so."""
+    todo = [
+        name for lines in found.values() for x in lines for name in roots.findall(x)
+    ]
+    done = set()
+    while todo:
+        name = todo.pop()
+        if name in found and name not in done:
+            done.add(name)
+            text = "\n".join(found[name])
+            todo += [other for other in found if re.search(rf"%?{other}\b", text)]
+    return done
+
+
+def _bytes(dtype, shape):
+    size = 1 if dtype == "pred" else int(re.search(r"\d+", dtype)[0]) // 8
+    return size * math.prod(int(n) for n in shape.split(",") if n)
