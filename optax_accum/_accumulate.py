@@ -250,7 +250,10 @@ def accumulate(
                 square = over.squares(noise.squared_norm, grads)
                 part_of_noise = noise.of_one_microbatch(square)
             noise_state = noise.add_part_of_window(
-                _map_own(over.mine, state.noise),
+                state.noise._replace(
+                    squares=over.mine(state.noise.squares),
+                    microbatches=over.mine(state.noise.microbatches),
+                ),
                 part_of_noise,
                 weight,
                 empty=empty,
@@ -310,12 +313,13 @@ def accumulate(
             if isinstance(noise_after, noise.NoiseState):
                 if reduction == "sum":
                     mean_square /= jnp.square(divisor)
-                noise_after = noise.add_window(
+                smoothed = noise.add_window(
                     total_noise, released, mean_square, total_weight, noise_decay
-                )._replace(
-                    squares=noise_state.squares, microbatches=noise_state.microbatches
                 )
-                noise_after = _map_own(over.row, noise_after)
+                noise_after = smoothed._replace(
+                    squares=over.row(noise_after.squares),
+                    microbatches=over.row(noise_after.microbatches),
+                )
             return AccumulateState(
                 mini_step=jnp.where(closed, 0, mini_step),
                 gradient_step=jnp.where(
@@ -441,12 +445,6 @@ def _check_layout(name: str, acc: Any, g: Any) -> None:
             f"The gradient at {name} is {g}, its accumulator {acc}, as the parameter"
             " given to init. Use jax.sharding.reshard to lay the gradient out alike."
         )
-
-
-def _map_own(fun: Callable[[Any], Any], state: noise.NoiseState) -> noise.NoiseState:
-    """Of what is added up for each device by itself."""
-    squares, microbatches = fun((state.squares, state.microbatches))
-    return state._replace(squares=squares, microbatches=microbatches)
 
 
 def _judge(

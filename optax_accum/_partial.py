@@ -253,10 +253,13 @@ class RowsToShard(Rows):
         return self._zeros(jnp.shape(x), dtype, spec)
 
     def defer(self, path: Any, x: jax.Array) -> jax.Array:
-        return self.parts(x)
+        raise self._too_late()
 
     def parts(self, updates: optax.Updates) -> optax.Updates:
-        raise ValueError(
+        raise self._too_late()
+
+    def _too_late(self) -> ValueError:
+        return ValueError(
             f"With reduce_axes={self.axes!r} gradients have to come partial over"
             " these axes, but over automatic ones JAX reduces them before anyone sees"
             " them. Take the step into jax.shard_map; or use"
