@@ -1,5 +1,6 @@
 """The transform that accumulates, and its state."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -12,6 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 from optax_accum import _arguments as arguments
 from optax_accum import _noise as noise
 from optax_accum._finish import finish
+from optax_accum._layout import Layout
 from optax_accum._partial import Whole, partial_over
 from optax_accum._tree import is_array, is_none, like, shorten, where_else_zero
 from optax_accum._weighted_sum import add, divide, sum_dtype
@@ -69,6 +71,7 @@ def accumulate(
     track_noise: bool = False,
     noise_decay: float = 0.9,
     reduce_axes: str | Sequence[str] = (),
+    sharding: Any = None,
 ) -> Accumulation:
     r"""Accumulates gradients and hands on their mean at the end of each window.
 
@@ -122,6 +125,16 @@ def accumulate(
         all, and :func:`optax_accum.state_specs` tells how the state is sharded. What
         stands before ``accumulate``, ``skip`` and ``track_noise`` see each device's
         part alone; on an explicit mesh ``skip`` sees all, along a leading axis.
+      sharding: spread the accumulator over the mesh (ZeRO-2), for each device to hold a
+        part of it and each microbatch to cost a reduce-scatter, not an all-reduce. The
+        name of a mesh axis, or several, which split each array along the first
+        dimension that they divide, where there is one; or a pytree prefix of the
+        parameters with a ``PartitionSpec`` or ``NamedSharding`` for each. What follows
+        in the chain sees gradients and parameters so laid out, and its state is too;
+        the updates that come out are like the parameters again. With ``reduce_axes``
+        the accumulator is each device's own, and the release is the reduce-scatter
+        (ZeRO-1). By default it is laid out like the parameters, also where these are
+        spread themselves.
 
     Returns:
       A transform whose state is an :class:`AccumulateState`. What it releases has the
@@ -164,6 +177,7 @@ def accumulate(
     arguments.check_skip(skip, on_skip)
     arguments.check_decay("noise_decay", noise_decay)
     axes = arguments.check_axes(reduce_axes)
+    layout = None if sharding is None else Layout(sharding)
 
     def init_fn(params):
         if isinstance(params, optax.LookaheadParams):
@@ -178,7 +192,9 @@ def accumulate(
         acc_grads, skipped, skip_state, noise_state = (), (), (), ()
         if schedule is not None:
             arguments.check_length(schedule(start))
-        if every != 1:
+        if every != 1 and layout is not None and not axes:
+            acc_grads = layout.zeros(params, lambda own: sum_dtype(own, dtype))
+        elif every != 1:
             acc_grads = _zeros_like(params, lambda own: sum_dtype(own, dtype), over)
         if skip is not None:
             _, skip_state = skip(_zeros_like(params, lambda own: own), start, params)
@@ -206,8 +222,10 @@ def accumulate(
         updates, state, params=None, *, weight=None, release=None, **extra_args
     ):
         _check_state(state, every, average_args, track_noise, axes)
-        over = partial_over(axes, updates)
+        over, given = partial_over(axes, updates), updates
         updates = over.parts(updates)
+        if layout is not None and not axes:
+            updates = layout.put(updates)
         part_of_noise = arguments.check_noise(extra_args.get("noise"), track_noise)
         arguments.warn_of_typos(extra_args.keys() - set(average_args))
         leaves, treedef = jax.tree.flatten(updates, is_leaf=is_none)
@@ -297,7 +315,10 @@ def accumulate(
         def downstream(mean, mean_square, params):
             del params
             if axes:
-                mean = jax.tree.map(over.total, mean)
+                if layout is None:
+                    mean = jax.tree.map(over.total, mean)
+                else:
+                    mean = layout.total(mean, given)
                 if reduction == "mean":
                     mean = jax.tree.map(lambda x: divide(x, divisor), mean)
             if track_noise:
@@ -337,18 +358,24 @@ def accumulate(
                 noise=noise_after,
             )
 
-        return Window(released, mean, mean_square, window_args, downstream, close)
+        back = None
+        if layout is not None:
+            back = functools.partial(layout.back, grads=given)
+        return Window(released, mean, mean_square, window_args, downstream, close, back)
+
+    def spread(params):
+        return params if layout is None else layout.put(params)
 
     def update_fn(updates, state, params=None, **extra_args):
         window = micro_step(updates, state, params, **extra_args)
-        if axes:  # reduces only at a release
+        if axes or layout is not None:  # only at a release
             return finish(window, params)
         updates, tail = window.downstream(window.mean, window.tail_state, params)
         return where_else_zero(window.released, updates), window.close(
             window.mean, tail
         )
 
-    return Accumulation(init_fn, update_fn, micro_step)
+    return Accumulation(init_fn, update_fn, micro_step, spread)
 
 
 def _check_state(
@@ -440,6 +467,11 @@ def _check_fits(name: str, acc: Any, g: Any, dtype: DTypeLike | None) -> None:
 def _check_layout(name: str, acc: Any, g: Any) -> None:
     """That both are laid out alike, which an explicit mesh makes part of the type."""
     meshes = acc.sharding.mesh, g.sharding.mesh
+    if partial := sorted(g.sharding.spec.unreduced - acc.sharding.spec.unreduced):
+        raise ValueError(
+            f"The gradient at {name} is {g}, partial over {partial}. Give accumulate"
+            " these axes as reduce_axes, to reduce it at the release, or a sharding."
+        )
     if not any(mesh.empty for mesh in meshes) and acc.sharding != g.sharding:
         raise ValueError(
             f"The gradient at {name} is {g}, its accumulator {acc}, as the parameter"

@@ -60,7 +60,11 @@ def chain(
     tail = [optax.with_extra_args_support(t) for t in transforms[at + 1 :]]
 
     def init_fn(params):
-        state = tuple(t.init(params) for t in transforms)
+        spread = accumulation.spread(params)
+        state = (
+            *(t.init(params) for t in transforms[: at + 1]),
+            *(t.init(spread) for t in tail),
+        )
         if len(accumulate_states(state)) > 1:
             raise ValueError(
                 "There is more than one accumulation in the chain; one of them is"
@@ -80,6 +84,7 @@ def chain(
         def downstream(mean, tail_state, params):
             inner, *states = tail_state
             updates, inner = window.downstream(mean, inner, params)
+            params = accumulation.spread(params)
             new_states = []
             for t, s in zip(tail, states, strict=True):
                 updates, s = t.update(updates, s, params, **window.extra_args)
@@ -99,7 +104,7 @@ def chain(
     def update_fn(updates, state, params=None, **extra_args):
         return finish(micro_step(updates, state, params, **extra_args), params)
 
-    return Accumulation(init_fn, update_fn, micro_step)
+    return Accumulation(init_fn, update_fn, micro_step, accumulation.spread)
 
 
 def apply_gradients(
@@ -172,6 +177,8 @@ def apply_gradients(
         moved, tail_state = moving_and_state
         here = fill(moved)
         updates, tail_state = window.downstream(window.mean, tail_state, here)
+        if window.back is not None:
+            updates = window.back(updates)
         moved = treedef.flatten_up_to(_apply(here, updates))
         return [moved[i] for i in moving], tail_state
 

@@ -25,7 +25,7 @@ def finish(
     accs, acc_def = jax.tree.flatten(window.mean, is_leaf=is_none)
     carried, own = set(), {}
     for i, u in enumerate(leaves):
-        if treedef == acc_def and _can_carry(accs[i], u):
+        if window.back is None and treedef == acc_def and _can_carry(accs[i], u):
             carried.add(i)
         elif is_array(u):
             own[i] = zeros_of(u)
@@ -33,6 +33,8 @@ def finish(
     def release(buffers):
         mean, own, tail_state = buffers
         updates, tail_state = window.downstream(mean, tail_state, params)
+        if window.back is not None:
+            updates = window.back(updates)
         updates = treedef.flatten_up_to(updates)
         mean = acc_def.flatten_up_to(mean)
         for i in carried:
@@ -66,6 +68,8 @@ def _update_leaves(window: Window, params: optax.Params | None) -> tuple[list, A
     def note():
         nonlocal treedef
         updates, _ = window.downstream(window.mean, window.tail_state, params)
+        if window.back is not None:
+            updates = window.back(updates)
         updates, treedef = jax.tree.flatten(updates, is_leaf=is_none)
         leaves.extend(jax.typeof(u) if is_array(u) else u for u in updates)
 

@@ -132,7 +132,7 @@ class MultiSteps(Accumulation):
         def update_fn(updates, state, params=None, **extra_args):
             return finish(micro_step(updates, state, params, **extra_args), params)
 
-        self = super().__new__(cls, init_fn, update_fn, micro_step)
+        self = super().__new__(cls, init_fn, update_fn, micro_step, tx.spread)
         self.inner_opt = optax.with_extra_args_support(opt)
         return self
 

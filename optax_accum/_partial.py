@@ -203,8 +203,8 @@ class Rows(Whole):
                 lambda x: x[None],
                 mesh=sharding.mesh,
                 in_specs=sharding.spec,
-                out_specs=P(self.axes, *sharding.spec.partitions),
-                axis_names=set(_axes_of_kind(sharding.mesh, AxisType.Explicit)),
+                out_specs=P(entry(self.axes), *sharding.spec.partitions),
+                axis_names=explicit_axes(g),
                 check_vma=False,
             )(g)
 
@@ -230,7 +230,7 @@ class Rows(Whole):
 
     def _zeros(self, shape: Any, dtype: Any, spec: Any) -> jax.Array:
         shape = (self._count, *shape)
-        layout = NamedSharding(self._mesh, P(self.axes, *spec))
+        layout = NamedSharding(self._mesh, P(entry(self.axes), *spec))
 
         @jax.jit  # so that it is made where it belongs
         def zeros():
@@ -268,7 +268,7 @@ class RowsToShard(Rows):
         )
 
     def _zeros(self, shape: Any, dtype: Any, spec: Any) -> jax.Array:
-        shape, spec = (self._count, *shape), P(self.axes, *spec)
+        shape, spec = (self._count, *shape), P(entry(self.axes), *spec)
 
         @jax.jit
         def zeros():
@@ -295,8 +295,8 @@ def partial_over(axes: tuple[str, ...], tree: Any) -> Whole:
     )
 
 
-def find_mesh(axes: tuple[str, ...], tree: Any) -> Any:
-    """The mesh that is in use here.
+def find_mesh(axes: tuple[str, ...], tree: Any, name: str = "reduce_axes") -> Any:
+    """The mesh that is in use here; `name` is the argument that has the axes.
 
     Raises:
       ValueError: there is none with these axes.
@@ -309,7 +309,7 @@ def find_mesh(axes: tuple[str, ...], tree: Any) -> Any:
     if missing := [axis for axis in axes if axis not in mesh.axis_names]:
         there = f"there is {mesh.axis_names!r}" if mesh.axis_names else "there is none"
         raise ValueError(
-            f"reduce_axes has {missing[0]!r}, which must be an axis of the mesh in use,"
+            f"{name} has {missing[0]!r}, which must be an axis of the mesh in use,"
             f" but {there}. Call this under jax.set_mesh(mesh), or in a jax.shard_map."
         )
     return mesh
@@ -320,8 +320,15 @@ def kinds_of(mesh: Any) -> dict[str, AxisType]:
     return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
 
 
-def _axes_of_kind(mesh: Any, kind: AxisType) -> list[str]:
-    return [axis for axis, found in kinds_of(mesh).items() if found == kind]
+def explicit_axes(x: Any) -> set[str]:
+    """The axes of the mesh that an array is on, as far as its type tells of them."""
+    kinds = kinds_of(jax.typeof(x).sharding.mesh)
+    return {axis for axis, kind in kinds.items() if kind == AxisType.Explicit}
+
+
+def entry(axes: tuple[str, ...]) -> Any:
+    """Axes as an entry of a `PartitionSpec`, as JAX writes it, which compares that."""
+    return axes[0] if len(axes) == 1 else axes
 
 
 def axes_in(aval: Any) -> set[str]:

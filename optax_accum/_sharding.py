@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from optax_accum import _arguments as arguments
 from optax_accum._accumulate import AccumulateState
 from optax_accum._noise import NoiseState
-from optax_accum._partial import partial_over
+from optax_accum._partial import entry, partial_over
 from optax_accum._tree import is_array
 
 
@@ -96,7 +96,7 @@ def state_specs(opt_state: optax.OptState, reduce_axes: str | Sequence[str]) -> 
       >>> print(specs.acc_grads == jax.P("data"), specs.mini_step == jax.P())
       True True
     """
-    axes = arguments.check_axes(reduce_axes)
+    axes = entry(arguments.check_axes(reduce_axes))
 
     def replicated(tree):
         return jax.tree.map(lambda _: P(), tree)

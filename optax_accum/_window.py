@@ -21,6 +21,8 @@ class Window(NamedTuple):
       extra_args: what downstream transforms are to see of the extra arguments.
       downstream: `(mean, tail_state, params) -> (updates, tail_state)`.
       close: `(accumulator, tail_state) -> opt_state` at the end of the micro-step.
+      back: `updates -> updates`, out of the layout of the accumulator; `None` if that
+        is the layout of the parameters.
     """
 
     released: jax.Array | bool
@@ -29,6 +31,7 @@ class Window(NamedTuple):
     extra_args: Mapping[str, Any]
     downstream: Callable[..., tuple[optax.Updates, optax.OptState]]
     close: Callable[[optax.Updates, optax.OptState], optax.OptState]
+    back: Callable[[optax.Updates], optax.Updates] | None = None
 
 
 class Accumulation(optax.GradientTransformationExtraArgs):
@@ -36,19 +39,23 @@ class Accumulation(optax.GradientTransformationExtraArgs):
 
     To Optax it is the pair `(init, update)`. `micro_step` takes the arguments of
     `update` and stops where a release would run what is downstream, so that whoever
-    also holds the parameters can finish the step for less than `update` can.
+    also holds the parameters can finish the step for less than `update` can. `spread`
+    lays parameters out like the accumulator, for what is downstream.
     """
 
     micro_step: MicroStep
+    spread: Callable[[Any], Any]
 
     def __new__(
         cls,
         init: optax.TransformInitFn,
         update: optax.TransformUpdateExtraArgsFn,
         micro_step: MicroStep,
+        spread: Callable[[Any], Any],
     ) -> Self:
         self = super().__new__(cls, init, update)
         self.micro_step = micro_step
+        self.spread = spread
         return self
 
     def __init_subclass__(cls) -> None:
