@@ -6,7 +6,7 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks import microbatches
+from benchmarks import distributed, microbatches
 from benchmarks.contenders import BASELINES, CONTENDERS
 from benchmarks.measure import measure
 from benchmarks.options import read_options
@@ -16,8 +16,9 @@ from benchmarks.targets import TARGETS, judge
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["microbatches"]:
-        microbatches.main(sys.argv[2:])
+    others = {"microbatches": microbatches.main, "distributed": distributed.main}
+    if sys.argv[1:2] and sys.argv[1] in others:
+        others[sys.argv[1]](sys.argv[2:])
     else:
         accumulation()
 

@@ -26,7 +26,8 @@ else:
 class Options:
     """Measures gradient accumulation against its floor and its peers.
 
-    `python -m benchmarks microbatches` measures `value_and_grad`."""
+    `python -m benchmarks microbatches` measures `value_and_grad`, and
+    `python -m benchmarks distributed` what is sent between devices."""
 
     optimizers: tuple[OptimizerName, ...] = tuple(OPTIMIZERS)
     """What to accumulate for."""

@@ -1,5 +1,6 @@
 """`python -m benchmarks`, at a size where it takes seconds."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -9,7 +10,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from benchmarks import microbatches
+from benchmarks import distributed, microbatches
+from benchmarks.collectives import sent
 from benchmarks.options import read_options
 
 ROOT = Path(__file__).parents[1]
@@ -120,3 +122,64 @@ def test_microbatches():
 def test_the_models_of_the_microbatches_have_a_loss(model):
     loss_fn, params, batch = microbatches.MODELS[model](3)
     assert jax.eval_shape(loss_fn, params, batch).shape == ()
+
+
+def test_ours_send_the_parameters_once_a_window_and_the_others_each_microbatch():
+    rows = distributed.measure(window=3, width=32, examples=1, rounds=1)
+    found = {row.contender: row for row in rows}
+    assert [*found] == [*distributed.CONTENDERS]
+    for name, row in found.items():
+        times = 1 if name in distributed.OURS else 3
+        assert row.count == {"all-reduce": times}, name
+        assert row.bytes_per_parameters == pytest.approx(times, rel=1e-3)
+        assert row.ms > 0
+    (verdict,) = distributed.judge(rows)
+    assert verdict.met
+    assert not distributed.judge([found["value_and_grad"], _worse(rows)])[0].met
+
+
+def _worse(rows):
+    (row,) = (row for row in rows if row.contender == "accumulate in shard_map")
+    return dataclasses.replace(row, bytes_per_parameters=2.0)
+
+
+def test_what_a_program_sends_is_counted_by_loops_and_branches():
+    program = """
+%body (x: f32[]) -> f32[] {
+  %a = (f32[8]{0}, bf16[4]{0}) all-reduce(%x, %y), to_apply=%add
+}
+%yes (x: f32[]) -> f32[] {
+  %b = f32[2,3]{1,0} all-gather-start(%x), dimensions={0}
+}
+%no (x: f32[]) -> f32[] {
+  ROOT %c = f32[] copy(%x)
+}
+ENTRY %main (x: f32[]) -> f32[] {
+  %w = f32[] while(%x), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+  %d = f32[] conditional(%p, %x, %x), branch_computations={%no, %yes}
+  %e = pred[] all-reduce(%x), to_apply=%or
+}
+"""  # noqa: E501
+    yes, no = (sent(program, release=release) for release in (True, False))
+    assert yes.counts == {"all-reduce": 6, "all-gather": 1}
+    assert (yes.bytes, no.bytes) == (5 * 40 + 24 + 1, 5 * 40 + 1)
+    assert sent(program, release=False, least_bytes=8).counts == {"all-reduce": 5}
+
+
+def test_on_paper_a_ring_sends_everything_nearly_twice():
+    assert distributed.all_reduce_seconds(4e9, 2, 1e9) == 4
+    assert distributed.all_reduce_seconds(4e9, 1024, 1e9) == pytest.approx(8, rel=1e-2)
+
+
+def test_the_distributed_benchmark_prints_its_tables(tmp_path):
+    numbers = tmp_path / "numbers.json"
+    small = ("--windows", "1", "--width", "32", "--examples", "1", "--rounds", "1")
+    done = run("distributed", *small, "--json", str(numbers))
+    assert done.returncode == 0, done.stderr
+    for words in (*distributed.CONTENDERS, "A window of 1", "1024", "400 GB/s"):
+        assert words in done.stdout
+    assert len(json.loads(numbers.read_text())["rows"]) == len(distributed.CONTENDERS)
+    for wrong in (("--windows", "0"), ("--rounds", "0"), ("--json", "/no/such/x")):
+        done = run("distributed", *wrong)
+        assert done.returncode == 2
+        assert wrong[0] in done.stderr
