@@ -28,6 +28,7 @@ from optax_accum._demo.text import (
     windows,
 )
 from optax_accum._demo.train import fit, train
+from optax_accum._noise import NoiseScale
 
 ROOT = Path(__file__).parents[1]
 PYTHON = [sys.executable, "-W", "error"]
@@ -301,7 +302,7 @@ def test_a_backend_that_does_not_tell_its_memory(result, tmp_path):
     for line in printed(report.table(runs)).splitlines()[-len(runs) :]:
         assert re.search(r" - +- +\d", line)
     assert "MB" not in report.conclusion(result._replace(runs=runs))
-    plot(tmp_path / "chart.png", runs, "")
+    plot(tmp_path / "chart.png", runs, "", WINDOW)
     assert (tmp_path / "chart.png").stat().st_size > 0
 
 
@@ -313,8 +314,61 @@ def test_the_table_fits_a_narrow_terminal(result):
 
 def test_a_chart_of_distances_that_are_all_zero(result, tmp_path):
     runs = [dataclasses.replace(run, distances=[0.0] * STEPS) for run in result.runs]
-    plot(tmp_path / "chart.png", runs, "")
+    plot(tmp_path / "chart.png", runs, "", WINDOW)
     assert (tmp_path / "chart.png").stat().st_size > 0
+
+
+def with_noise(result, *estimate):
+    """The result, as if this had been found of the noise at the end."""
+
+    def found(run):
+        noise = [NoiseScale(*map(np.float32, estimate))] * STEPS if run.noise else []
+        return dataclasses.replace(run, noise=noise)
+
+    return result._replace(runs=[found(run) for run in result.runs])
+
+
+def options(window):
+    return Options(window=window, microbatch_size=MICROBATCH_SIZE)
+
+
+@pytest.mark.parametrize(
+    ("scale", "what_follows"),
+    [(40.0, "longer window would still save"), (8.0, "about right"), (1.5, "shorter")],
+)
+def test_the_noise_scale_is_told_in_words(result, scale, what_follows):
+    words = report.noise(with_noise(result, scale, 1.0, scale), options(window=8))
+    assert what_follows in words
+    assert "a window has 8 microbatches" in words
+    number = "1.5" if scale == 1.5 else f"{scale:.0f}" if scale > 9 else "8.0"
+    assert f"is {number} microbatches" in words
+    assert f"or {report._round(scale * result.tokens.mean())} tokens" in words
+
+
+@pytest.mark.parametrize("estimate", [(-3.0, -1.0, 3.0), (np.nan,) * 3])
+def test_a_noise_scale_that_cannot_be_told_is_no_number(result, estimate, tmp_path):
+    hidden = with_noise(result, *estimate)
+    assert "hides the gradient" in report.noise(hidden, options(window=8))
+    plot(tmp_path / "chart.png", hidden.runs, "", 8)
+    assert (tmp_path / "chart.png").stat().st_size > 0
+
+
+def test_a_window_of_one_tells_nothing_of_the_noise(result):
+    assert "tells nothing" in report.noise(result, options(window=1))
+
+
+def test_the_noise_is_estimated_after_each_window(result):
+    for run in result.runs:
+        assert len(run.noise) == (STEPS if run.contender.tracks_noise else 0)
+    (run,) = (run for run in result.runs if run.noise)
+    assert run.contender.name == "apply_gradients, weight=tokens"
+    assert all(np.isfinite(x).all() for x in run.noise)
+
+
+def test_numbers_are_rounded_to_two_digits():
+    assert [*map(report._round, (1234.0, 12.34, 1.234, 0.01234))] == [
+        *("1200", "12", "1.2", "0.012")
+    ]
 
 
 # Text.

@@ -27,8 +27,9 @@ def run() -> None:
     console.print(report.table(result.runs), "")
     console.print(report.legend(), style="dim", end="\n\n")
     console.print(report.conclusion(result))
+    console.print(report.noise(result, options))
     if options.plot:
-        plot(options.plot, result.runs, introduction)
+        plot(options.plot, result.runs, introduction, options.window)
         console.print(f"Chart: {options.plot}", markup=False, soft_wrap=True)
 
 

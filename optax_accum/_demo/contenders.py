@@ -27,12 +27,14 @@ class Contender:
       weighted: whether every token counts the same, in whichever microbatch it is.
       build: from the loss, the optimizer and the window to the optimizer state's init
         and the step `(params, opt_state, rows) -> (params, opt_state, loss)`.
+      tracks_noise: whether the state tells of the gradient noise scale.
     """
 
     name: str
     by_microbatch: bool
     weighted: bool
     build: Callable[[Loss, optax.GradientTransformation, int], tuple[Init, Step]]
+    tracks_noise: bool = False
 
 
 def _large_batch(loss_fn, optimizer, window):
@@ -57,7 +59,7 @@ def _update(loss_fn, optimizer, window):
 
 
 def _apply_gradients(loss_fn, optimizer, window):
-    tx = optax_accum.chain(optax_accum.accumulate(window), optimizer)
+    tx = optax_accum.chain(optax_accum.accumulate(window, track_noise=True), optimizer)
 
     def step(params, opt_state, rows):
         (loss, tokens), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, rows)
@@ -130,6 +132,7 @@ CONTENDERS = (
         by_microbatch=True,
         weighted=True,
         build=_apply_gradients,
+        tracks_noise=True,
     ),
     Contender(
         "value_and_grad, weight=tokens",

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from optax_accum._demo.train import Run
 
@@ -19,15 +19,16 @@ PALE = 0.35
 EPSILON = float(np.finfo(np.float32).eps)
 
 
-def plot(path: Path, runs: Sequence[Run], caption: str) -> None:
-    """Draws three panels side by side, one colour for each contender."""
-    figure = Figure(figsize=(14, 4.6), layout="constrained")
+def plot(path: Path, runs: Sequence[Run], caption: str, window: int) -> None:
+    """Draws four panels side by side, one colour for each contender."""
+    figure = Figure(figsize=(18, 4.6), layout="constrained")
     FigureCanvasAgg(figure)
-    losses, distances, memory = figure.subplots(1, 3)
+    losses, distances, memory, noise = figure.subplots(1, 4)
     _losses(losses, runs)
     _distances(distances, runs)
     _memory(memory, runs)
-    for axes in (losses, distances, memory):
+    _noise(noise, runs, window)
+    for axes in (losses, distances, memory, noise):
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(colors=GREY, labelsize=9)
         axes.grid(color="#e4e4e4", linewidth=0.6)
@@ -84,6 +85,30 @@ def _memory(axes: Axes, runs: Sequence[Run]) -> None:
     axes.set_yticks([])
     axes.set_title("Memory of a compiled step: temporary / peak, MB", fontsize=11)
     axes.set_xlabel("MB", color=GREY)
+
+
+def _noise(axes: Axes, runs: Sequence[Run], window: int) -> None:
+    axes.set_title("Gradient noise scale, in microbatches", fontsize=11)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.axhline(window, color=GREY, linewidth=0.8, linestyle=":")
+    axes.annotate(
+        "the window",
+        (1, window),
+        xytext=(0, 3),
+        textcoords="offset points",
+        color=GREY,
+        fontsize=8,
+    )
+    for i, run in enumerate(runs):
+        # Where the noise hides the gradient there is no scale.
+        scales = [x.noise_scale if x.noise_scale > 0 else np.nan for x in run.noise]
+        if scales:
+            axes.plot(range(1, 1 + len(scales)), scales, "o-", color=COLOURS[i], ms=3)
+    axes.set_xlabel("window", color=GREY)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 def _curve(axes: Axes, values: Sequence[float], i: int, count: int) -> None:

@@ -75,6 +75,41 @@ def conclusion(result: Result) -> str:
     )
 
 
+def noise(result: Result, options: Options) -> str:
+    """What the gradient noise scale says of the length of the window."""
+    (run,) = (run for run in result.runs if run.contender.tracks_noise)
+    scale, gradient, _ = map(float, run.noise[-1])
+    window, size = options.window, options.microbatch_size
+    assert size != "auto"
+    if window == 1:
+        return "A window of one microbatch tells nothing of the gradient's noise."
+    if not (gradient > 0 and np.isfinite(scale)):
+        return (
+            "The gradient noise scale cannot be told yet: the noise hides the gradient."
+            " Average over more windows, by more --steps."
+        )
+    tokens = scale * float(np.mean(result.tokens))
+    told = (
+        f"The gradient noise scale is {_round(scale)} microbatches, so"
+        f" {_round(scale * size)} paragraphs or {_round(tokens)} tokens; a window has"
+        f" {window} microbatches."
+    )
+    if scale > 2 * window:
+        return f"{told}\nA longer window would still save steps at little cost in data."
+    if scale < window / 2:
+        return (
+            f"{told}\nA shorter window with a smaller learning rate would come as far"
+            " on less data."
+        )
+    return f"{told}\nThat is about right: a longer one saves steps, and costs data."
+
+
+def _round(number: float) -> str:
+    """To two digits, as well as an estimate is known."""
+    digits = 1 - int(np.floor(np.log10(number)))
+    return f"{round(number, digits):.{max(digits, 0)}f}"
+
+
 def _costs(runs: Sequence[Run]) -> str:
     costs = f"{_range([f'{run.median_seconds:.3f}' for run in runs])} s"
     sizes = [_megabytes(run.memory.temporary) for run in runs if run.memory]

@@ -15,6 +15,7 @@ import optax_accum
 from optax_accum._demo.contenders import CONTENDERS, Contender
 from optax_accum._demo.model import Loss, make_model
 from optax_accum._demo.text import Text, count_tokens, windows
+from optax_accum._noise import NoiseScale
 
 LEARNING_RATE = 3e-3
 WARM_UP = 10
@@ -43,6 +44,7 @@ class Run:
       distances: after each window, how far the parameters are from the first run's,
         as a part of their norm.
       seconds: for each window.
+      noise: after each window, the smoothed gradient noise scale, if it is tracked.
       held_out_loss: the loss on paragraphs that are not trained on, at the end.
     """
 
@@ -54,6 +56,7 @@ class Run:
     losses: list[float] = field(default_factory=list)
     distances: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    noise: list[NoiseScale] = field(default_factory=list)
     held_out_loss: float = float("nan")
 
     @property
@@ -172,6 +175,8 @@ def _train_window(run: Run, rows: np.ndarray) -> None:
     jax.block_until_ready((run.params, run.opt_state))
     run.seconds.append(time.perf_counter() - start)
     run.losses.append(float(np.average(losses, weights=tokens)))
+    if run.contender.tracks_noise:
+        run.noise.append(jax.device_get(optax_accum.noise_scale(run.opt_state)))
 
 
 def _batches(contender: Contender, rows: np.ndarray) -> Sequence[np.ndarray]:
