@@ -41,9 +41,9 @@ def whole_window(microbatch_size):
     return step
 
 
-def one_microbatch(microbatch_size):
+def one_microbatch(microbatch_size, batch_size=BATCH):
     """A microbatch a call; not jitted, so nothing is donated."""
-    tx = optax_accum.chain(optax_accum.accumulate(BATCH // microbatch_size), OPT)
+    tx = optax_accum.chain(optax_accum.accumulate(batch_size // microbatch_size), OPT)
 
     def step(params, state, x):
         grads = jax.grad(loss_fn)(params, x)
@@ -322,3 +322,122 @@ def test_under_a_limit_of_the_kernel_it_trains_and_a_larger_one_does_not(way):
         timeout=300,
     )
     assert done.stdout.splitlines() == ["trained", "ran out of memory"], done.stderr
+
+
+# Eight devices.
+
+DEVICES, LARGE = 8, 8192
+
+
+def on_eight_devices(way):
+    """`build` and its arguments, with the examples spread over the devices."""
+    mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
+    whole, spread = (
+        NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("data",))
+    )
+
+    def put(tree, layout=whole):
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), tree
+        )
+
+    def examples(size):
+        return put(microbatch(size), spread)
+
+    params = put(PARAMS)
+    if way == "value_and_grad":
+        args = params, put(jax.eval_shape(OPT.init, PARAMS)), examples(LARGE)
+        return whole_window, args
+    # The length of the window is no part of the state's types.
+    tx = optax_accum.chain(optax_accum.accumulate(2), OPT)
+    args = params, put(jax.eval_shape(tx.init, PARAMS)), examples
+
+    def build(size):
+        step = one_microbatch(size, batch_size=LARGE)
+        return jax.jit(step, donate_argnums=(0, 1))
+
+    return build, args
+
+
+def needed_on_each_device(way, size):
+    build, args = on_eight_devices(way)
+    here = [x(size) if callable(x) else x for x in args]
+    memory = build(size).lower(*here).compile().memory_analysis()
+    return (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes
+    )
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_on_eight_devices_the_choice_is_by_what_each_of_them_needs(way):
+    build, args = on_eight_devices(way)
+    sizes = [512, 1024, 2048]  # in windows of four and more
+    needed = {size: needed_on_each_device(way, size) for size in sizes}
+    limit = needed[1024] + 10
+    assert needed[512] < needed[1024] < needed[2048]
+    fit = optax_accum.fit_microbatch(
+        build,
+        *args,
+        batch_size=LARGE,
+        memory_limit=limit,
+        headroom=0.0,
+        multiple_of=DEVICES,
+        candidates=[*sizes, 1500, 2047],  # no multiples of the number of devices
+    )
+    assert fit.microbatch_size == max(n for n in sizes if needed[n] <= limit)
+    assert fit.bytes_needed == needed[fit.microbatch_size]
+    assert all(c.microbatch_size % DEVICES == 0 for c in fit.candidates)
+    assert all(c.bytes_needed == needed[c.microbatch_size] for c in fit.candidates)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_on_eight_devices_examples_cost_an_eighth_of_what_they_do_on_one(way):
+    build, args = on_eight_devices(way)
+
+    def on_one(size):
+        here = [x(size) if callable(x) else x for x in args]
+        here = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), here)
+        fit = optax_accum.fit_microbatch(
+            build, *here, batch_size=LARGE, memory_limit=10**12, candidates=[size]
+        )
+        return fit.bytes_needed
+
+    def more(needed):
+        return needed(2048) - needed(1024)
+
+    several = more(lambda size: needed_on_each_device(way, size))
+    assert 0 < several <= more(on_one) / DEVICES * 1.1
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_on_eight_devices_the_compiled_step_trains(way):
+    build, args = on_eight_devices(way)
+    fit = optax_accum.fit_microbatch(
+        build, *args, batch_size=LARGE, memory_limit=10**9, candidates=[2048]
+    )
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {
+        name: 0.1 * jax.random.normal(key, x.shape)
+        for key, (name, x) in zip(keys, PARAMS.items(), strict=False)
+    }
+    x = jax.random.normal(keys[2], (LARGE, WIDTH))
+    want = optax.apply_updates(
+        params, OPT.update(jax.grad(loss_fn)(params, x), OPT.init(params))[0]
+    )
+    tx = OPT
+    if way != "value_and_grad":
+        tx = optax_accum.chain(optax_accum.accumulate(LARGE // 2048), OPT)
+    parts = [x] if way == "value_and_grad" else x.reshape(-1, 2048, WIDTH)
+    layouts = [jax.tree.map(lambda x: x.sharding, a) for a in args[:2]]
+    state = jax.device_put(tx.init(params), layouts[1])
+    got = jax.device_put(jax.tree.map(jnp.copy, params), layouts[0])
+    for part in parts:
+        spread = jax.device_put(
+            part, NamedSharding(layouts[0]["in"].mesh, PartitionSpec("data"))
+        )
+        got, state = fit.step(got, state, spread)
+    for name in want:
+        np.testing.assert_allclose(got[name], want[name], rtol=1e-4, atol=1e-6)
