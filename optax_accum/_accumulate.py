@@ -258,8 +258,9 @@ def accumulate(
         def accumulated(acc, x, divisor=None):
             return add(acc, x, weight, empty=empty, counted=counted, divisor=divisor)
 
+        own_args = {n: arguments.check_average_arg(n, extra_args) for n in average_args}
         acc_args = {
-            name: accumulated(acc, arguments.check_average_arg(name, extra_args))
+            name: accumulated(acc, own_args[name])
             for name, acc in over.mine(state.acc_args).items()
         }
         noise_state, mean_square = (), ()
@@ -299,7 +300,7 @@ def accumulate(
         released = _all(closed, counted is True or total_weight != 0)
         divisor = jnp.where(released, total_weight, 1)
         window_args = extra_args | {
-            name: _cast_like(divide(total, divisor), jnp.asarray(extra_args[name]))
+            name: _cast_like(divide(total, divisor), own_args[name])
             for name, total in total_args.items()
         }
 

@@ -179,7 +179,6 @@ def test_the_distributed_benchmark_prints_its_tables(tmp_path):
     for words in (*distributed.CONTENDERS, "A window of 1", "1024", "400 GB/s"):
         assert words in done.stdout
     assert len(json.loads(numbers.read_text())["rows"]) == len(distributed.CONTENDERS)
-    for wrong in (("--windows", "0"), ("--rounds", "0"), ("--json", "/no/such/x")):
-        done = run("distributed", *wrong)
-        assert done.returncode == 2
-        assert wrong[0] in done.stderr
+    done = run("distributed", "--windows", "0")
+    assert done.returncode == 2
+    assert "--windows needs numbers of 1 or more" in done.stderr
