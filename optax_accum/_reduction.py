@@ -182,8 +182,8 @@ def _check_agreement(part: Part) -> None:
             raise ValueError(
                 f"The weight, or what skip says, varies over the mesh axes {extra}, but"
                 f" the gradient {jax.tree_util.keystr(path)} does not: JAX has summed"
-                " it over them. Either make them agree (jax.lax.psum), or take the"
-                " parameters as varying (jax.lax.pcast) and psum the gradients after."
+                " it over them. Give value_and_grad these axes as reduce_axes, for it"
+                " to reduce what is weighted; or make them agree (jax.lax.psum)."
             )
 
 
