@@ -188,7 +188,8 @@ def main(args: list[str]) -> None:
         command_line.fail("--windows needs numbers of 1 or more.")
     if options.json and not options.json.parent.is_dir():
         command_line.fail("--json must be a file in an existing folder.")
-    jax.config.update("jax_num_cpu_devices", CPU_DEVICES)
+    if jax.config.jax_num_cpu_devices != CPU_DEVICES:  # pyright: ignore[reportAttributeAccessIssue]
+        jax.config.update("jax_num_cpu_devices", CPU_DEVICES)
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     setting = versions() | {"devices": jax.device_count()}
     console.print(", ".join(f"{name} {value}" for name, value in setting.items()))
