@@ -223,6 +223,8 @@ def accumulate(
     ):
         _check_state(state, every, average_args, track_noise, axes)
         over, given = partial_over(axes, updates), updates
+        if layout is not None:
+            over.check_scatters()
         updates = over.parts(updates)
         if layout is not None and not axes:
             updates = layout.put(updates)
@@ -365,7 +367,9 @@ def accumulate(
         return Window(released, mean, mean_square, window_args, downstream, close, back)
 
     def spread(params):
-        return params if layout is None else layout.put(params)
+        if layout is None or params is None:  # `update` may be given none
+            return params
+        return layout.put(params)
 
     def update_fn(updates, state, params=None, **extra_args):
         window = micro_step(updates, state, params, **extra_args)

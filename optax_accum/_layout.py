@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -134,6 +135,8 @@ def _put(x: Any, spec: P) -> jax.Array:
             " sharding out and scatter the gradients by jax.lax.psum_scatter: the"
             " accumulator is as large as what comes."
         )
+    if not isinstance(x, Tracer) and not jax.typeof(x).sharding.spec.unreduced:
+        return jax.device_put(x, spec)  # also what is not on the mesh yet
     if kinds == {AxisType.Auto}:
         return lax.with_sharding_constraint(x, spec)
     return _reshard(x, spec)

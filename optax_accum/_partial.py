@@ -49,6 +49,9 @@ class Whole:
     def check_loss(self, value: jax.Array) -> None:
         """That a loss is of what each device has."""
 
+    def check_scatters(self) -> None:
+        """That the sum over the devices can be spread over them."""
+
     def microbatch_size(self, size: int) -> int:
         """How many examples here are a microbatch of that size."""
         return size
@@ -103,6 +106,13 @@ class Row(Whole):
 
     def key(self, key: jax.Array) -> jax.Array:
         return jax.random.fold_in(key, lax.axis_index(self.axes))
+
+    def check_scatters(self) -> None:
+        raise ValueError(
+            "In a shard_map accumulate takes no sharding beside reduce_axes: what"
+            " follows it sees the whole parameters there. Leave one of them out, or"
+            " make the mesh explicit."
+        )
 
     def check_loss(self, value: jax.Array) -> None:
         if not self._told <= axes_of(value):

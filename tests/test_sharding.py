@@ -11,7 +11,7 @@ from hlo import collectives
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optax_accum import accumulate, chain, defer_reduction
+from optax_accum import accumulate, chain, defer_reduction, state_specs
 
 N = 8
 PARAMS = {
@@ -84,8 +84,10 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "form"),
+    [*((way, "apply_gradients") for way in WAYS), ("automatic", "update")],
+)
 def test_each_device_holds_a_part_and_the_parameters_are_the_same(way, form):
     kind, options, defer = WAYS[way]
     tx = chain(accumulate(2, sharding="data", **options), ADAM)
@@ -114,10 +116,9 @@ def test_each_microbatch_costs_a_reduce_scatter(form):
     assert sum(c.bytes for c in gathered) == SPREAD
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_with_reduce_axes_the_release_is_the_reduce_scatter(form):
+def test_with_reduce_axes_the_release_is_the_reduce_scatter():
     tx = chain(accumulate(2, sharding="data", reduce_axes="data"), ADAM)
-    found = Run(AxisType.Explicit, tx, form, defer=True).collectives
+    found = Run(AxisType.Explicit, tx, "update", defer=True).collectives
     assert all(c.at_release for c in found)
     scattered = [c for c in found if c.name == "reduce-scatter"]
     assert sum(c.bytes for c in scattered) * N == SPREAD
@@ -193,6 +194,14 @@ def test_a_bare_accumulation_hands_on_whole_means():
     close(jax.device_get(params), jax.device_get(want))
 
 
+def test_update_needs_no_parameters():
+    specs = {"w": P(None, "data"), "v": P("data"), "odd": P()}
+    with jax.set_mesh(jax.make_mesh((N,), ("data",), axis_types=(AxisType.Auto,))):
+        tx = chain(accumulate(1, sharding=specs), optax.sgd(1.0))
+        updates, _ = jax.jit(tx.update)(PARAMS, tx.init(PARAMS))
+    close(jax.device_get(updates), jax.tree.map(lambda p: -p, jax.device_get(PARAMS)))
+
+
 @pytest.mark.parametrize("sharding", [3, {"w": 3}, (), ("data", 1), jax])
 def test_a_layout_of_another_type_is_refused(sharding):
     with pytest.raises(TypeError, match="sharding must be the name of a mesh axis"):
@@ -216,3 +225,18 @@ def test_layouts_that_do_not_fit_are_refused():
 def test_partial_gradients_that_nobody_reduces_are_refused():
     with pytest.raises(ValueError, match=r"partial over \['data'\].*reduce_axes"):
         Run(AxisType.Explicit, chain(accumulate(2), ADAM), defer=True)
+
+
+def test_in_a_shard_map_it_is_one_or_the_other():
+    with jax.set_mesh(jax.make_mesh((N,), ("data",), axis_types=(AxisType.Auto,))):
+        tx = accumulate(2, sharding="data", reduce_axes="data")
+        state = tx.init(jnp.ones(N))
+
+        def local(state):
+            grads = jax.lax.pcast(jnp.ones(N), "data", to="varying")
+            return tx.update(grads, state)[0]
+
+        with pytest.raises(ValueError, match="no sharding beside reduce_axes"):
+            jax.shard_map(local, in_specs=(state_specs(state, "data"),), out_specs=P())(
+                state
+            )
