@@ -35,7 +35,7 @@ def released(opt_state: optax.OptState) -> jax.Array:
       >>> print(optax_accum.released(state))
       True
     """
-    states = _at_least_one(opt_state)
+    states = at_least_one(opt_state)
     return jnp.any(jnp.stack([s.released for s in states.values()]), axis=0)
 
 
@@ -81,7 +81,7 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
       window_weight 10.0
       skipped 0
     """
-    states = _at_least_one(opt_state)
+    states = at_least_one(opt_state)
     flat = {}
     for place, state in states.items():
         prefix = f"{place}/" if len(states) > 1 else ""
@@ -174,7 +174,7 @@ def one_state(opt_state: optax.OptState) -> AccumulateState:
     Raises:
       ValueError: there is none, or more than one.
     """
-    states = _at_least_one(opt_state)
+    states = at_least_one(opt_state)
     if len(states) > 1:
         raise ValueError(
             f"There are {len(states)} accumulations in opt_state, at {[*states]};"
@@ -183,7 +183,8 @@ def one_state(opt_state: optax.OptState) -> AccumulateState:
     return next(iter(states.values()))
 
 
-def _at_least_one(opt_state: optax.OptState) -> dict[str, AccumulateState]:
+def at_least_one(opt_state: optax.OptState) -> dict[str, AccumulateState]:
+    """The states of all accumulations, of which there must be one."""
     states = accumulate_states(opt_state)
     if not states:
         raise ValueError(

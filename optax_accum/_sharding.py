@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from optax_accum import _arguments as arguments
 from optax_accum._accumulate import AccumulateState
+from optax_accum._metrics import at_least_one
 from optax_accum._noise import NoiseState
 from optax_accum._partial import entry, partial_over
 from optax_accum._tree import is_array
@@ -80,6 +81,7 @@ def state_specs(opt_state: optax.OptState, reduce_axes: str | Sequence[str]) -> 
 
     Raises:
       TypeError: ``reduce_axes`` are no names.
+      ValueError: there is no accumulation in the state.
 
     Examples:
       >>> import jax
@@ -97,6 +99,7 @@ def state_specs(opt_state: optax.OptState, reduce_axes: str | Sequence[str]) -> 
       True True
     """
     axes = entry(arguments.check_axes(reduce_axes))
+    at_least_one(opt_state)
 
     def replicated(tree):
         return jax.tree.map(lambda _: P(), tree)

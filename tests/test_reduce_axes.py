@@ -402,3 +402,8 @@ def test_old_states_convert_at_the_end_of_a_window_only():
         _, state = old.update(PARAMS, state, PARAMS)
         with pytest.raises(ValueError, match=r"reduce_axes.*middle of a window"):
             optax_accum.from_multi_steps_state(state, tx, PARAMS)
+
+
+def test_specs_are_of_states_only():
+    with pytest.raises(ValueError, match="no AccumulateState in it"):
+        state_specs(accumulate(2, reduce_axes="data"), "data")
