@@ -103,9 +103,9 @@ def _noise(axes: Axes, runs: Sequence[Run], window: int) -> None:
         fontsize=8,
     )
     for i, run in enumerate(runs):
-        # Where the noise hides the gradient there is no scale.
-        scales = [x.noise_scale if x.noise_scale > 0 else np.nan for x in run.noise]
-        if scales:
+        if run.noise:
+            scales = np.array([x.noise_scale for x in run.noise])
+            scales[scales <= 0] = np.nan  # where the noise hides the gradient
             axes.plot(range(1, 1 + len(scales)), scales, "o-", color=COLOURS[i], ms=3)
     axes.set_xlabel("window", color=GREY)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
