@@ -297,6 +297,12 @@ def test_the_conclusion_is_of_what_was_measured(result):
     assert f"{runs['large batch'].memory.temporary / 1e6:.1f} MB" in words
 
 
+def test_the_conclusion_weighs_nothing_in_windows_of_one(result):
+    ones = result._replace(tokens=result.tokens[:, :1])
+    assert "nothing to weigh" in report.conclusion(ones)
+    assert "nothing to weigh" not in report.conclusion(result)
+
+
 def test_a_backend_that_does_not_tell_its_memory(result, tmp_path):
     runs = [dataclasses.replace(run, memory=None) for run in result.runs]
     for line in printed(report.table(runs)).splitlines()[-len(runs) :]:

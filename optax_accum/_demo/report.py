@@ -65,11 +65,16 @@ def conclusion(result: Result) -> str:
     equal = [run.distances[-1] for run in others if not run.contender.weighted]
     tokens = _range([str(count) for count in result.tokens.flat])
     rounding = np.finfo(np.float32).eps
+    unweighted = (
+        f"With equal weights, where microbatches of {tokens} tokens count the same,"
+        f" they end at least {min(equal):.1e} away."
+    )
+    if result.tokens.shape[1] == 1:
+        unweighted = "One microbatch to a window leaves nothing to weigh."
     return (
         f"With weight=tokens the parameters end within {max(weighted):.1e} of the large"
         f" batch's; float32 rounds by {rounding:.1e}.\n"
-        f"With equal weights, where microbatches of {tokens} tokens count the same,"
-        f" they end at least {min(equal):.1e} away.\n"
+        f"{unweighted}\n"
         f"A window takes {_costs([large])} as one large batch,"
         f" {_costs(others)} accumulated."
     )
