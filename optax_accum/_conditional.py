@@ -68,7 +68,7 @@ _WHAT = "The state of what follows the accumulation"
 
 def _vary_alike(run, keep, arrays):
     """`run` and `keep` with results that vary over the same axes of a `shard_map`."""
-    axes = []
+    axes, run = [], jax.jit(run, inline=True)  # Python is to run once for the two
 
     def note_axes(arrays):
         new = run(arrays)

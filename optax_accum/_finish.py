@@ -1,5 +1,6 @@
 """The end of `update`: what comes out of a micro-step as updates."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_accum._conditional import run_if
+from optax_accum._once import traced_once
 from optax_accum._tree import is_array, is_none, where_else_zero
 from optax_accum._varying import axes_of, zeros_of
 from optax_accum._window import Window
@@ -21,7 +23,13 @@ def finish(
     tree of updates is ever allocated: the selection fuses into what reads the updates.
     Leaves that the accumulator cannot hold exactly get a buffer of their own.
     """
-    leaves, treedef = _update_leaves(window, params)
+
+    def downstream(mean, tail_state, params):
+        updates, tail_state = window.downstream(mean, tail_state, params)
+        return updates if window.back is None else window.back(updates), tail_state
+
+    downstream = traced_once(downstream, window.mean, window.tail_state, params)
+    leaves, treedef = _types(downstream, window.mean, window.tail_state, params)
     accs, acc_def = jax.tree.flatten(window.mean, is_leaf=is_none)
     carried, own = set(), {}
     for i, u in enumerate(leaves):
@@ -32,9 +40,7 @@ def finish(
 
     def release(buffers):
         mean, own, tail_state = buffers
-        updates, tail_state = window.downstream(mean, tail_state, params)
-        if window.back is not None:
-            updates = window.back(updates)
+        updates, tail_state = downstream(mean, tail_state, params)
         updates = treedef.flatten_up_to(updates)
         mean = acc_def.flatten_up_to(mean)
         for i in carried:
@@ -61,16 +67,13 @@ def has_arrays(tail_state: optax.OptState) -> bool:
     return any(jnp.ndim(x) > 0 for x in jax.tree.leaves(tail_state) if is_array(x))
 
 
-def _update_leaves(window: Window, params: optax.Params | None) -> tuple[list, Any]:
+def _types(downstream: Callable[..., Any], *args: Any) -> tuple[list, Any]:
     """The types of the updates at a release; what is no array comes as it is."""
     leaves, treedef = [], None
 
     def note():
         nonlocal treedef
-        updates, _ = window.downstream(window.mean, window.tail_state, params)
-        if window.back is not None:
-            updates = window.back(updates)
-        updates, treedef = jax.tree.flatten(updates, is_leaf=is_none)
+        updates, treedef = jax.tree.flatten(downstream(*args)[0], is_leaf=is_none)
         leaves.extend(jax.typeof(u) if is_array(u) else u for u in updates)
 
     jax.eval_shape(note)

@@ -210,6 +210,29 @@ def mesh():
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("manual", [False, True])
+def test_the_python_downstream_runs_once_in_a_compilation(mesh, form, manual):
+    # Most of the time that tracing takes is an optimizer's.
+    calls = []
+    note = optax.stateless(lambda updates, _: calls.append(1) or updates)
+    tx = chain(accumulate(3), note, optax.adam(0.1))
+
+    def step(params, state, x):
+        with jax.checking_leaks():
+            return micro_step(tx, form)((params, state), x)[0]
+
+    if manual:
+        same, data = PartitionSpec(), PartitionSpec("data")
+        step = jax.shard_map(
+            step, mesh=mesh, in_specs=(same, same, data), out_specs=same
+        )
+    state = tx.init(PARAMS)
+    calls.clear()
+    jax.jit(step).lower(PARAMS, state, jnp.ones((8, 2)))
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("opt", [optax.adamw(0.1), optax.lion(0.1)])
 def test_shard_map_with_reduced_gradients(mesh, form, opt):
     tx = chain(accumulate(3), opt)
