@@ -200,9 +200,8 @@ def accumulate(
             _, skip_state = skip(_zeros_like(params, lambda own: own), start, params)
             skipped = jnp.zeros([], jnp.int32)
         if track_noise:
-            noise_state = noise.start()._replace(
-                squares=over.zero_of_own(), microbatches=over.zero_of_own(jnp.int32)
-            )
+            zeros = over.zero_of_own(), over.zero_of_own(jnp.int32)
+            noise_state = noise.on_window(lambda _: zeros, noise.start())
         return AccumulateState(
             mini_step=jnp.zeros([], jnp.int32),
             gradient_step=jnp.zeros([], jnp.int32),
@@ -271,10 +270,7 @@ def accumulate(
                 square = over.squares(noise.squared_norm, grads)
                 part_of_noise = noise.of_one_microbatch(square)
             noise_state = noise.add_part_of_window(
-                state.noise._replace(
-                    squares=over.mine(state.noise.squares),
-                    microbatches=over.mine(state.noise.microbatches),
-                ),
+                noise.on_window(over.mine, state.noise),
                 part_of_noise,
                 weight,
                 empty=empty,
@@ -297,7 +293,7 @@ def accumulate(
                 release = over.most(release)
             closed = _any(closed, release)
         total_weight, total_args, total_noise = over.totals(
-            closed, (window_weight, acc_args, noise_state)
+            closed, (window_weight, acc_args, noise.window_of(noise_state))
         )
         released = _all(closed, counted is True or total_weight != 0)
         divisor = jnp.where(released, total_weight, 1)
@@ -338,12 +334,14 @@ def accumulate(
                 if reduction == "sum":
                     mean_square /= jnp.square(divisor)
                 smoothed = noise.add_window(
-                    total_noise, released, mean_square, total_weight, noise_decay
+                    noise.on_window(lambda _: total_noise, noise_state),
+                    released,
+                    mean_square,
+                    total_weight,
+                    noise_decay,
                 )
-                noise_after = smoothed._replace(
-                    squares=over.row(noise_after.squares),
-                    microbatches=over.row(noise_after.microbatches),
-                )
+                own = over.row(noise.window_of(noise_state))
+                noise_after = noise.on_window(lambda _: own, smoothed)
             return AccumulateState(
                 mini_step=jnp.where(closed, 0, mini_step),
                 gradient_step=jnp.where(

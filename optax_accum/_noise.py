@@ -13,6 +13,7 @@ the covariance of a microbatch of mean weight, and :math:`(n |\bar g|^2 - Q) / (
 estimates :math:`|G|^2`, neither with a bias.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -60,6 +61,22 @@ class NoiseScale(NamedTuple):
 def start() -> NoiseState:
     count, *floats = jnp.zeros([], jnp.int32), *(jnp.zeros([], float) for _ in range(4))
     return NoiseState(floats[0], count, *floats[1:])
+
+
+def window_of(state: NoiseState | tuple[()]) -> tuple[Any, ...]:
+    """The sums of the open window, if any: with `reduce_axes` each device has its own.
+
+    All else in the state is the same on all of them.
+    """
+    return (state.squares, state.microbatches) if state else ()
+
+
+def on_window(fn: Callable[[Any], Any], state: Any) -> Any:
+    """The state with `fn(window_of(state))` in place of `window_of(state)`."""
+    if not state:
+        return state
+    squares, microbatches = fn(window_of(state))
+    return state._replace(squares=squares, microbatches=microbatches)
 
 
 def of_one_window(state: NoiseState, mean: Any, total_weight: Any) -> NoiseState:

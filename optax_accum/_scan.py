@@ -126,7 +126,7 @@ def add_up(
 
 def _over_devices(reductions: list[Reduction], sums: Sums, over: Whole) -> Sums:
     """The sums of all devices, and of the weighted ones the means."""
-    weight, of_noise = over.totals(True, (sums.weight, _added_up(sums.noise)))
+    weight, of_noise = over.totals(True, (sums.weight, noise.window_of(sums.noise)))
     divisor = jnp.where(weight == 0, 1, weight)
     leaves = []
     for r, x in zip(reductions, sums.leaves, strict=True):
@@ -135,14 +135,5 @@ def _over_devices(reductions: list[Reduction], sums: Sums, over: Whole) -> Sums:
         if r.mode == "mean":
             x = divide(x, divisor)
         leaves.append(x)
-    of_all: Any = sums.noise
-    if isinstance(of_all, noise.NoiseState):
-        squares, microbatches = of_noise
-        of_all = of_all._replace(squares=squares, microbatches=microbatches)
+    of_all = noise.on_window(lambda _: of_noise, sums.noise)
     return sums._replace(weight=weight, leaves=leaves, noise=of_all)
-
-
-def _added_up(state: Any) -> Any:
-    if isinstance(state, noise.NoiseState):
-        return state.squares, state.microbatches
-    return ()

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from optax_accum import _arguments as arguments
 from optax_accum._accumulate import AccumulateState
 from optax_accum._metrics import at_least_one
-from optax_accum._noise import NoiseState
+from optax_accum._noise import on_window
 from optax_accum._partial import entry, partial_over
 from optax_accum._tree import is_array
 
@@ -110,14 +110,11 @@ def state_specs(opt_state: optax.OptState, reduce_axes: str | Sequence[str]) -> 
     def specs(x):
         if not isinstance(x, AccumulateState):
             return P()
-        noise = replicated(x.noise)
-        if isinstance(noise, NoiseState):
-            noise = noise._replace(squares=P(axes), microbatches=P(axes))
         return replicated(x)._replace(
             acc_grads=by_rows(x.acc_grads),
-            window_weight=P(axes),
+            window_weight=by_rows(x.window_weight),
             acc_args=by_rows(x.acc_args),
-            noise=noise,
+            noise=on_window(by_rows, replicated(x.noise)),
         )
 
     return jax.tree.map(

@@ -238,21 +238,37 @@ def test_a_window_without_weight_on_any_device_releases_nothing():
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_arguments_to_average_and_noise_are_over_all_devices(way):
+def test_arguments_to_average_are_over_all_devices(way):
     tx = chain(
-        accumulate(
-            2,
-            reduce_axes="data",
-            average_args=("value",),
-            track_noise=True,
-            noise_decay=0.0,
-        ),
+        accumulate(2, reduce_axes="data", average_args=("value",)),
         optax.GradientTransformationExtraArgs(
             lambda params: jnp.zeros([]),
             lambda updates, state, params=None, *, value: (updates, value),
         ),
-        optax.sgd(1.0),
     )
+    state = linear_steps(way, tx, DATA[:2])[-1]
+    np.testing.assert_allclose(state[1], np.mean(DATA[:2] @ np.ones(3)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("every", [1, 2])
+def test_the_noise_of_every_window_is_over_all_devices(way, every):
+    tx = chain(accumulate(every, reduce_axes="data", track_noise=True), optax.sgd(0.0))
+    # A small batch is what one device has of a microbatch.
+    alone_tx = accumulate(every * N, track_noise=True)
+    alone, want = alone_tx.init(jnp.ones(3)), [np.nan] * 3
+    steps = zip(DATA, linear_steps(way, tx, DATA), strict=True)
+    for i, (data, state) in enumerate(steps, 1):
+        for x in data.reshape(N, 2, 3):
+            _, alone = alone_tx.update(jnp.mean(x, axis=0), alone)
+        if i % every == 0:  # and until the next release it stays
+            want = optax_accum.noise_scale(alone)
+        got = optax_accum.noise_scale(state)
+        np.testing.assert_allclose(got, want, rtol=1e-4)
+
+
+def linear_steps(way, tx, data):
+    """The states after steps on the mean of `x @ params`, with the loss as `value`."""
     mesh = mesh_of(AxisType.Auto if way == "shard_map" else AxisType.Explicit)
 
     def step(params, state, x):
@@ -268,16 +284,11 @@ def test_arguments_to_average_and_noise_are_over_all_devices(way):
             step = jax.shard_map(
                 step, in_specs=(P(), specs, P("data")), out_specs=(P(), specs)
             )
-        for x in DATA[:2]:
-            params, state = jax.jit(step)(params, state, jax.device_put(x, P("data")))
-    np.testing.assert_allclose(state[1], np.mean(DATA[:2] @ np.ones(3)), rtol=1e-5)
-    # A small batch is what one device has of a microbatch.
-    small = accumulate(2 * N, track_noise=True, noise_decay=0.0)
-    alone = small.init(jnp.ones(3))
-    for x in DATA[:2].reshape(2 * N, 2, 3):
-        _, alone = small.update(jnp.mean(x, axis=0), alone)
-    got, want = map(optax_accum.noise_scale, (state, alone))
-    np.testing.assert_allclose(got, want, rtol=1e-4)
+        step, states = jax.jit(step), []
+        for x in data:
+            params, state = step(params, state, jax.device_put(x, P("data")))
+            states.append(state)
+    return states
 
 
 # Tags, specs and errors.
