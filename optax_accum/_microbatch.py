@@ -238,7 +238,16 @@ def value_and_grad(
                     if counted is not None:
                         counts = jnp.where(counted, counts, 0)
                     counted = counts != 0
-                return Part((value, grads, out), (new, new_state), counts, counted)
+                carried_on = new, new_state
+                if counted is not None and jax.tree.leaves(carried_on):
+                    # The devices have to agree on what goes on.
+                    kept = counted if weight is None else over.most(counted)
+                    carried_on = jax.tree.map(
+                        lambda new, old: jnp.where(kept, new, old),
+                        carried_on,
+                        (carry, module_state),
+                    )
+                return Part((value, grads, out), carried_on, counts, counted)
 
             found = add_up(
                 one, split, batch, keys, carry, aux, dtype, track_noise, over

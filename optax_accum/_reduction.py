@@ -237,15 +237,10 @@ def add_part(
         r.add(acc, x, weight, empty=first, counted=counted, divisor=divisor)
         for r, acc, x in zip(reductions, sums.leaves, out, strict=True)
     ]
-    carry = part.carry
-    if part.counted is not None:
-        carry = jax.tree.map(
-            lambda new, old: jnp.where(counted, new, old), carry, sums.carry
-        )
     noise_state = sums.noise
     if isinstance(noise_state, noise.NoiseState):
         noise_state = noise.add_microbatch(
             noise_state, part.out[1], weight, empty=first, counted=counted
         )
     stacked = [x for r, x in zip(reductions, out, strict=True) if r.mode == "stack"]
-    return Sums(total, leaves, carry, noise_state), stacked
+    return Sums(total, leaves, part.carry, noise_state), stacked

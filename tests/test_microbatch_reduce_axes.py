@@ -253,6 +253,33 @@ def test_batch_statistics_over_the_devices_are_carried():
     )
 
 
+def test_what_is_carried_goes_on_if_any_device_has_tokens():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.w, self.calls = nnx.Param(jnp.ones(3)), nnx.Variable(jnp.zeros([]))
+            self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+        def __call__(self, x, mask):
+            self.calls[...] += 1
+            each = self.dropout(x) @ self.w[...]
+            return jnp.sum(each * mask) / jnp.maximum(jnp.sum(mask), 1)
+
+    fun = ours(
+        lambda model, x, mask: model(x, mask),
+        batch_argnums=(1, 2),
+        microbatch_size=16,
+        weight=lambda model, x, mask: jnp.sum(mask),
+    )
+    # The only token is on the fourth device, in the first of two microbatches.
+    mask, model = jnp.arange(4 * N) == 12, Model()
+    mesh = jax.make_mesh((N,), ("data",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        batch = jax.device_put((jnp.ones((4 * N, 3)), mask), P("data"))
+        nnx.jit(fun)(model, *batch)
+    assert model.calls[...] == 1
+    assert model.dropout.rngs.count[...] == 1
+
+
 def test_what_is_carried_and_differs_between_devices_is_refused():
     with pytest.raises(ValueError, match=r"same on all devices.*mean.*axis_name"):
         step_of(Normalised())
