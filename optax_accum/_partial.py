@@ -159,9 +159,9 @@ class Row(Whole):
         if closed is True:
             stacked = self.total(stacked)
         else:
-            stacked = lax.cond(
-                closed, self.total, lambda x: jnp.zeros(x.shape, x.dtype), stacked
-            )
+            others = axes_of(stacked) - self._told
+            zeros = vary(jnp.zeros(stacked.shape, dtype), others)
+            stacked = lax.cond(closed, self.total, lambda _: zeros, stacked)
         return treedef.unflatten(
             x.astype(leaf.dtype) for x, leaf in zip(stacked, leaves, strict=True)
         )

@@ -70,8 +70,9 @@ def state_specs(opt_state: optax.OptState, reduce_axes: str | Sequence[str]) -> 
     """How a state goes into a ``shard_map`` and out of it.
 
     Args:
-      opt_state: a state with that of ``accumulate(..., reduce_axes=...)`` in it, or its
-        shapes, as from ``jax.eval_shape(tx.init, params)``.
+      opt_state: a state with that of ``accumulate(..., reduce_axes=...)`` in it, made
+        in a ``shard_map`` or on a mesh with automatic axes; or its shapes, by
+        ``jax.eval_shape(tx.init, params)`` on any mesh.
       reduce_axes: as for ``accumulate``.
 
     Returns:
@@ -81,7 +82,8 @@ def state_specs(opt_state: optax.OptState, reduce_axes: str | Sequence[str]) -> 
 
     Raises:
       TypeError: ``reduce_axes`` are no names.
-      ValueError: there is no accumulation in the state.
+      ValueError: there is no accumulation in the state, or it was made for steps that
+        are not in a ``shard_map``.
 
     Examples:
       >>> import jax
@@ -110,6 +112,14 @@ def state_specs(opt_state: optax.OptState, reduce_axes: str | Sequence[str]) -> 
     def specs(x):
         if not isinstance(x, AccumulateState):
             return P()
+        if isinstance(x.window_weight, jax.Array) and not x.window_weight.ndim:
+            raise ValueError(
+                "This state cannot go into a shard_map, where what differs from device"
+                " to device needs a row for each: it was made without reduce_axes, or"
+                " on a mesh with explicit axes for steps without one. Call init in a"
+                " shard_map with state_specs(jax.eval_shape(tx.init, params), ...) as"
+                " its out_specs."
+            )
         return replicated(x)._replace(
             acc_grads=by_rows(x.acc_grads),
             window_weight=by_rows(x.window_weight),

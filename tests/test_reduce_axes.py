@@ -186,15 +186,15 @@ def test_a_nan_on_one_shard_skips_everywhere(way, on_skip):
     skip = optax.skip_not_finite
     tx = accumulate(2, reduce_axes="data", skip=skip, on_skip=on_skip)
     run = Run(way, chain(tx, ADAM))
-    want = Run(way, chain(accumulate(2 if on_skip == "wait" else 1), ADAM))
+    whole = chain(accumulate(2 if on_skip == "wait" else 1), ADAM)
     bad = DATA[0].at[5].set(jnp.nan)
     mask = jnp.ones(2 * N)
     for x in (DATA[1], bad, *([DATA[2]] if on_skip == "wait" else [])):
         run.take(x, mask)
-    params, state = PARAMS, want.tx.init(PARAMS)
+    params, state = PARAMS, whole.init(PARAMS)
     for x in DATA[1 : 3 if on_skip == "wait" else 2]:
         grads = jax.grad(loss_fn)(params, x, mask)
-        params, state = optax_accum.apply_gradients(want.tx, grads, state, params)
+        params, state = optax_accum.apply_gradients(whole, grads, state, params)
     close(run.params, params)
     metrics = optax_accum.metrics(run.state)
     assert (metrics["skipped"], metrics["gradient_step"]) == (1, 1)
@@ -413,6 +413,49 @@ def test_old_states_convert_at_the_end_of_a_window_only():
         _, state = old.update(PARAMS, state, PARAMS)
         with pytest.raises(ValueError, match=r"reduce_axes.*middle of a window"):
             optax_accum.from_multi_steps_state(state, tx, PARAMS)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_state_is_made_in_the_shard_map_on_any_mesh(kind):
+    tx = chain(accumulate(2, reduce_axes="data", average_args=("loss",)), ADAM)
+    mesh = mesh_of(kind)
+    with jax.set_mesh(mesh):
+        specs = state_specs(jax.eval_shape(tx.init, PARAMS), "data")
+    init = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs)
+    got = jax.jit(init)(PARAMS)
+    with jax.set_mesh(mesh_of(AxisType.Auto)):
+        want = tx.init(PARAMS)
+    assert_trees_equal(got, want)
+    assert got[0].acc_grads["b"].sharding.spec[0] == "data"
+
+
+def test_specs_are_of_states_that_can_go_into_a_shard_map():
+    match = r"a row for each.*Call init in a shard_map"
+    with jax.set_mesh(mesh_of(AxisType.Explicit)):
+        state = accumulate(2, reduce_axes="data").init(PARAMS)
+        with pytest.raises(ValueError, match=match):
+            state_specs(state, "data")
+    with pytest.raises(ValueError, match=match):
+        state_specs(accumulate(2).init(PARAMS), "data")
+
+
+def test_a_weight_that_varies_over_another_axis_is_left_to_the_specs():
+    mesh = mesh_of(AxisType.Auto, (4, 2), ("data", "model"))
+    tx = accumulate(2, reduce_axes="data")
+    with jax.set_mesh(mesh):
+        state = tx.init(PARAMS)
+        specs = state_specs(state, "data")
+
+        def step(grads, state):
+            grads = jax.tree.map(
+                lambda g: jax.lax.pcast(g, "data", to="varying"), grads
+            )
+            weight = jnp.float32(jax.lax.axis_index("model"))
+            return tx.update(grads, state, weight=weight)[1]
+
+        step = jax.shard_map(step, in_specs=(P(), specs), out_specs=specs)
+        with pytest.raises(ValueError, match=r"out_specs.*window_weight"):
+            jax.jit(step)(PARAMS, state)
 
 
 def test_specs_are_of_states_only():
