@@ -282,8 +282,8 @@ def check_microbatches(
     return (x, None) if name == "microbatch_size" else (None, x)
 
 
-def check_batch(batch: dict[Argument, Any]) -> int:
-    """The number of examples, which all arrays of a batch must agree on."""
+def check_batch(batch: dict[Argument, Any]) -> None:
+    """That a batch is made of arrays that agree on the number of examples."""
     sizes: dict[int, list[str]] = {}
     for i, tree in batch.items():
         for path, x in jax.tree.leaves_with_path(tree):
@@ -310,7 +310,6 @@ def check_batch(batch: dict[Argument, Any]) -> int:
             "The arrays of the batch must have as many examples each, along their"
             f" leading axes, got {found}."
         )
-    return next(iter(sizes))
 
 
 def check_layout(batch: dict[Argument, Any], split: Split) -> None:

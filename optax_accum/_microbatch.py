@@ -106,10 +106,12 @@ def value_and_grad(
         reduction follows the last microbatch, where JAX by itself has one for each.
         The scan goes into a :func:`jax.shard_map` over these axes, unless it is in one
         already; all others stay as they are. ``fun``, ``weight`` and ``skip`` then get
-        what one device has, and each device a random key of its own; a microbatch that
-        ``skip`` leaves out on one device is left out on all. What is carried on must be
-        the same on all devices (:func:`jax.lax.pmean`, or ``axis_name`` of a batch
-        normalisation), and there is no ``aux="last"``.
+        what one device has, and each device a random key of its own. What one device
+        has of a microbatch adds nothing if its weight is 0; what ``skip`` leaves out on
+        one device is left out on all. What is carried on must be the same on all
+        devices (:func:`jax.lax.pmean`, or ``axis_name`` of a batch normalisation); it
+        goes on if any device has weight, and for them to agree on that, one number is
+        sent for each microbatch. There is no ``aux="last"``.
 
     Returns:
       A function with the arguments of ``fun`` that returns what
@@ -176,6 +178,7 @@ def value_and_grad(
             for role in (batched, keyed, carried)
         )
         modules = Modules(given, dict(zip(trained, filters, strict=True)))
+        arguments.check_batch(batch)
         params = tuple(modules.inputs[name] for name in trained)
         arguments.check_differentiable(dict(zip(trained, params, strict=True)))
 
@@ -187,7 +190,7 @@ def value_and_grad(
 
         def window(over, inputs, batch, keys, carry):
             """The results of all microbatches that are here."""
-            batch_size = arguments.check_batch(batch)
+            batch_size = len(jax.tree.leaves(batch)[0])
             if num_microbatches is None:
                 size = over.microbatch_size(microbatch_size)
             else:

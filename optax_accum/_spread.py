@@ -46,7 +46,7 @@ def spread(
         )
     count = math.prod(mesh.shape[axis] for axis in axes)
     batch = jax.tree.map_with_path(
-        lambda path, x: _spread_out(path, x, axes, count), batch
+        lambda path, x: _spread_out(path, x, axes, mesh, count), batch
     )
     for path, x in jax.tree.leaves_with_path((inputs, keys, carry)):
         _check_replicated(path, x, axes)
@@ -92,24 +92,20 @@ class Spread(Row):
         return size // self._count
 
 
-def _spread_out(path: Any, x: Any, axes: tuple[str, ...], count: int) -> Any:
+def _spread_out(path: Any, x: Any, axes: tuple[str, ...], mesh: Any, count: int) -> Any:
     """An array of the batch on its way in."""
-    if not is_array(x) or not jnp.ndim(x):
-        return x  # for others to refuse
     name = f"argument {path[0].key}{jax.tree_util.keystr(path[1:])}"
     if jnp.shape(x)[0] % count:
         raise ValueError(
             f"The batch must have a multiple of {count} examples, one for each device"
             f" along reduce_axes={axes!r}, got {jax.typeof(x)} in {name}."
         )
-    sharding = jax.typeof(x).sharding
-    if sharding.mesh.empty or sharding.spec.partitions[0] is not None:
+    # On an explicit mesh it comes as it is laid out, if it is yet.
+    explicit = tuple(a for a in axes if kinds_of(mesh)[a] == AxisType.Explicit)
+    first, *others = jax.typeof(x).sharding.spec.partitions or (None,)
+    if not explicit or first is not None:
         return x
-    # On an explicit mesh it comes as it is laid out.
-    explicit = [a for a in axes if kinds_of(sharding.mesh)[a] == AxisType.Explicit]
-    if not explicit:
-        return x
-    return jax.sharding.reshard(x, P(tuple(explicit), *sharding.spec.partitions[1:]))
+    return jax.sharding.reshard(x, P(explicit, *others))
 
 
 def _check_replicated(path: Any, x: Any, axes: tuple[str, ...]) -> None:

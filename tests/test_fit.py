@@ -238,6 +238,14 @@ def test_nothing_fits():
         )
 
 
+def test_nothing_fits_since_the_size_is_not_used():
+    build, args = WAYS["value_and_grad"]
+    with pytest.raises(MemoryError, match=r"all need the same: does build use"):
+        optax_accum.fit_microbatch(
+            lambda size: build(2), *args, batch_size=BATCH, memory_limit=10**6
+        )
+
+
 class WithoutAnalysis:
     """A jitted function on a backend that does not tell, and has room for so many."""
 
@@ -298,6 +306,8 @@ def test_another_error_is_not_taken_for_a_want_of_memory():
         ({"multiple_of": 100}, ValueError, "no candidate.*multiple_of=100"),
         ({"candidates": [2.0]}, TypeError, "candidates must be"),
         ({"candidates": []}, ValueError, "no candidate"),
+        ({"candidates": 16}, TypeError, "candidates must be several sizes, got 16"),
+        ({"build": lambda size: size}, TypeError, "build returns must be .* got 24"),
         ({"build": 3}, TypeError, "build must be a function"),
     ],
 )

@@ -222,6 +222,19 @@ def test_an_optimizer_takes_the_values_of_a_loss_that_is_averaged():
     assert optimizer.opt_state[1].value[...] == 2.5
 
 
+@pytest.mark.parametrize("cls", OPTIMIZERS, ids=whose)
+def test_an_optimizer_has_specs_for_a_shard_map(cls):
+    tx = chain(accumulate(3, reduce_axes="data"), optax.sgd(0.1))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        optimizer = cls(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), tx, wrt=nnx.Param)
+    specs = optax_accum.state_specs(optimizer, "data")
+    rows = jax.tree.map(lambda x, spec: x.shape[:1] == (8,), optimizer, specs)
+    over = jax.tree.map(lambda spec: spec == jax.P("data"), specs)
+    assert jax.tree.leaves(rows) == jax.tree.leaves(over)
+    assert sum(jax.tree.leaves(rows)) == 3  # kernel, bias and weight
+
+
 # What the subclasses are for.
 
 

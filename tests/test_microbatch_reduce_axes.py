@@ -339,8 +339,20 @@ def test_parameters_that_are_sharded_over_the_axis_are_refused():
             jax.jit(fun)(w, x)
 
 
-def test_an_explicit_batch_that_is_not_sharded_yet_is_shared_out():
-    mesh = jax.make_mesh((N,), ("data",), axis_types=(AxisType.Explicit,))
-    with jax.set_mesh(mesh):
-        got = jax.jit(ours(loss_fn, microbatch_size=16))(PARAMS, draw(40))
-    close(got, jax.value_and_grad(loss_fn)(PARAMS, draw(40)))
+@pytest.mark.parametrize("under", [jax.jit, lambda fun: fun], ids=["jit", "bare"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_that_is_not_sharded_yet_is_shared_out(kind, under):
+    batch = jax.tree.map(np.asarray, draw(40))
+    with jax.set_mesh(jax.make_mesh((N,), ("data",), axis_types=(kind,))):
+        got = under(ours(loss_fn, microbatch_size=16))(PARAMS, batch)
+    close(got, jax.value_and_grad(loss_fn)(PARAMS, batch))
+
+
+@pytest.mark.parametrize("batch", [1.0, jax.random.key(0)])
+def test_a_batch_without_examples_is_named(batch):
+    fun = ours(loss_fn, microbatch_size=8)
+    with (
+        jax.set_mesh(jax.make_mesh((N,), ("data",))),
+        pytest.raises(ValueError, match="leading axis, but argument 1 is a scalar"),
+    ):
+        fun(PARAMS, batch)
