@@ -94,7 +94,9 @@ def accumulate(
     - ``noise``, with ``track_noise``: what ``value_and_grad(..., track_noise=True)``
       returned beside these gradients, for the estimates to count its microbatches.
 
-    All others are passed on to the other transforms of the chain.
+    All others are passed on to the other transforms of the chain. A gradient that is
+    ``None`` adds nothing, and where it is ``None`` at a release, its parameter stays as
+    it is.
 
     Args:
       every: microbatches to a window. An int of at least 1; or a schedule, a function
@@ -307,7 +309,7 @@ def accumulate(
         mean = treedef.unflatten(
             accumulated(acc, g, divisor if divides and not axes else None)
             if is_array(g)
-            else acc
+            else where_else_zero(_not(empty), acc)
             for acc, g in zip(accs, grads, strict=True)
         )
 
@@ -499,6 +501,10 @@ def _cast_like(x: jax.Array, like: Any) -> Any:
     if not is_array(like):
         return like
     return x.astype(like.dtype) if jnp.issubdtype(like.dtype, jnp.inexact) else x
+
+
+def _not(x: Any) -> jax.Array | bool:
+    return not x if isinstance(x, bool) else jnp.logical_not(x)
 
 
 def _all(x: Any, y: Any) -> jax.Array | bool:

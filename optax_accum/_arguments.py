@@ -55,6 +55,8 @@ def check_length(length: ArrayLike) -> jax.Array:
     if jnp.issubdtype(checked.dtype, jnp.inexact):
         # Up, but not by the last digit, in which jitted and eager schedules differ.
         checked = jnp.ceil(checked - jnp.minimum(1e-6 * checked, 0.5))
+    elif jnp.iinfo(checked.dtype).max > LARGEST:
+        checked = jnp.minimum(checked, LARGEST)
     return jnp.maximum(checked, 1).astype(jnp.int32)
 
 
@@ -148,10 +150,16 @@ def check_weight(weight: ArrayLike, dtype: DTypeLike) -> jax.Array:
         " number of examples or tokens)"
     )
     on_host = isinstance(weight, int | float | np.generic | np.ndarray)
-    if on_host and np.asarray(weight).dtype.kind in "iuf":
-        good = np.isfinite(weight) & (np.asarray(weight) >= 0)
-        if not np.all(good):
-            raise ValueError(f"{expected}, got {weight!r}.")
+    if on_host and np.asarray(weight).dtype.kind in "iufO":
+        kind = jax.dtypes.canonicalize_dtype(dtype)
+        try:
+            with np.errstate(over="ignore"):
+                number = np.asarray(weight).astype(kind)
+        except OverflowError:
+            number = np.asarray(np.inf)
+        lost = (number < jnp.finfo(kind).tiny) & (np.asarray(weight) > 0)
+        if not np.all(np.isfinite(number) & (number >= 0) & ~lost):
+            raise ValueError(f"{expected}, got {weight!r}, as {kind} {number}.")
     checked = _check_real_scalar(weight, expected).astype(dtype)
     return jnp.where(checked < 0, jnp.nan, checked)
 

@@ -253,7 +253,7 @@ def _check_state(state: Any, length: int) -> None:
 def _apply(params: optax.Params, updates: optax.Updates) -> optax.Params:
     """`optax.apply_updates` that leaves alone what has no update."""
 
-    def apply(p, u):
+    def apply(u, p):
         return optax.apply_updates(p, u) if is_array(u) else p
 
-    return jax.tree.map(apply, params, updates, is_leaf=is_none)
+    return jax.tree.map(apply, updates, params, is_leaf=is_none)

@@ -222,6 +222,7 @@ def _compile(step: Any, args: list[Any]) -> tuple[Any, Callable[..., Any]]:
 
     leaves, treedef = jax.tree.flatten(args)
     slots = [i for i, x in enumerate(leaves) if is_array(x)]
+    constant = {i: x for i, x in enumerate(leaves) if i not in set(slots)}
 
     def of_arrays(arrays):
         return step(*treedef.unflatten(put(leaves, slots, arrays)))
@@ -230,6 +231,12 @@ def _compile(step: Any, args: list[Any]) -> tuple[Any, Callable[..., Any]]:
 
     def call(*args):
         leaves = treedef.flatten_up_to(list(args))
+        for i, x in constant.items():
+            if leaves[i] is not x and leaves[i] != x:
+                raise ValueError(
+                    f"The step was compiled with {x!r} as a constant, got"
+                    f" {leaves[i]!r} in its place."
+                )
         return compiled([leaves[i] for i in slots])
 
     return compiled, call

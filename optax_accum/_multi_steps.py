@@ -173,8 +173,8 @@ def from_multi_steps_state(
       TypeError: ``state`` is no ``optax.MultiStepsState``, or does not belong to the
         optimizer in ``tx``.
       ValueError: ``tx`` is of another form; or the state is in the middle of a window
-        and ``tx`` has ``reduce_axes``, or ``average_args``, whose past values Optax did
-        not keep.
+        and ``tx`` has ``reduce_axes``, ``average_args`` or ``track_noise``, for which
+        Optax did not keep what is past, or ``every=1``.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -204,23 +204,25 @@ def from_multi_steps_state(
             " directly in it."
         )
     head, ours, tail = fresh[: at[0]], fresh[at[0]], fresh[at[0] + 1 :]
-    if ours.acc_args and mini_step > 0:
-        raise ValueError(
-            f"tx has average_args={tuple(ours.acc_args)}, but the state is in the"
-            f" middle of a window (mini_step {mini_step}) and has no record of"
-            " their values. Convert it at the end of a window."
-        )
     count = mini_step if use_grad_mean else 1
     sums, window_weight = ours.acc_grads, mini_step.astype(float)
-    if _has_rows(sums, params):
-        if mini_step > 0:
+    rows, none = _has_rows(sums, params), not jax.tree.leaves(sums)
+    keeps_other = {
+        f"average_args={tuple(ours.acc_args)}": ours.acc_args,
+        "track_noise=True": ours.noise,
+        "reduce_axes": rows,
+        "every=1 and no accumulator": none and jax.tree.leaves(params),
+    }
+    for what, does in keeps_other.items():
+        if does and mini_step > 0:
             raise ValueError(
-                "tx has reduce_axes, so a part of the window for each device, but the"
-                f" state is in the middle of a window (mini_step {mini_step}) and has"
-                " the whole. Convert it at the end of a window."
+                f"tx has {what}, but the state is in the middle of a window (mini_step"
+                f" {mini_step}), of which optax.MultiSteps keeps the gradient alone."
+                " Convert it at the end of a window."
             )
+    if rows:
         window_weight = ours.window_weight
-    elif jax.tree.leaves(sums):  # a window of one keeps none
+    elif not none:
         sums = like(state.acc_grads, sums, "acc_grads")
         sums = jax.tree.map(lambda mean: mean * count, sums)
     inner = state.inner_opt_state

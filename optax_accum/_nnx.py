@@ -46,6 +46,7 @@ class Modules:
                 self._modules += [leaves[i] for i in slots]
                 self._filters += [chosen] * len(slots)
         if self._modules:
+            self._check_sharing()
             self._graph, states, self.state = self._split(self._modules)
             self.inputs |= self._fill(inputs, [*map(states.get, self._each())])
 
@@ -94,6 +95,25 @@ class Modules:
         graph, states, rest = self._nnx.split(modules, differentiated, ...)
         none = self._nnx.State({})
         return graph, {i: states.get(i, none) for i in self._each()}, rest
+
+    def _check_sharing(self) -> None:
+        """That a variable is differentiated wherever it is, or nowhere.
+
+        Raises:
+          ValueError: two modules share one that is differentiated in one of them.
+        """
+        found: dict[int, bool] = {}
+        for chosen, module in zip(self._filters, self._modules, strict=True):
+            for path, x in self._nnx.iter_graph(module):
+                if not isinstance(x, self._nnx.Variable):
+                    continue
+                trained = chosen(path, x)
+                if found.setdefault(id(x), trained) != trained:
+                    raise ValueError(
+                        f"The variable at {'.'.join(map(str, path))} is in two of the"
+                        " arguments and differentiated in only one. Give argnums both,"
+                        " or one of them a copy, by nnx.clone."
+                    )
 
     def _fill(self, inputs: Mapping[Any, Any], new: list[Any]) -> dict[Any, Any]:
         """The arguments that have modules in them, with these in their places."""

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_accum._tree import is_array
+from optax_accum._weighted_sum import sum_dtype
 
 
 class NoiseState(NamedTuple):
@@ -96,7 +97,7 @@ def squared_norm(tree: Any) -> jax.Array:
     total = jnp.zeros([], float)
     for x in jax.tree.leaves(tree):
         if is_array(x):
-            total += _squares(jnp.asarray(x))
+            total += _squares(jnp.asarray(x)).astype(total.dtype)
     return total
 
 
@@ -114,7 +115,7 @@ def _squares(x: jax.Array) -> jax.Array:
         x,
         ((every_axis, every_axis), ((), ())),
         precision=lax.Precision.HIGHEST,
-        preferred_element_type=jnp.promote_types(x.dtype, jnp.float32),
+        preferred_element_type=sum_dtype(x.dtype),
     )
 
 

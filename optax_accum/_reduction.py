@@ -126,6 +126,13 @@ def plan(
         _check_agreement(part)
     types = [part.out for part in parts]
     value, grads, out = types[0]
+    structure, of_last = map(jax.tree.structure, (out, types[-1][2]))
+    if structure != of_last:
+        raise ValueError(
+            "fun must return the same auxiliary output for each microbatch, but for one"
+            f" of {split.size} examples it is {structure}, and {of_last} for the last"
+            f" one, of {split.rest}."
+        )
     try:
         modes = jax.tree.map(lambda mode, x: jax.tree.map(lambda _: mode, x), aux, out)
     except ValueError:
@@ -196,13 +203,19 @@ def _check_mode(mode: str, at: str, x: Any, rest: Any, split: Split) -> None:
                     'aux="stack" needs arrays with the examples along their leading'
                     f" axis, here {size} of them; at {at} there is {out}."
                 )
-    elif x.shape != rest.shape:
+    if x.dtype != rest.dtype:
+        raise TypeError(
+            f"The auxiliary output at {at} is {x} for a microbatch of {split.size}"
+            f" examples and {rest} for the last one, of {split.rest}. It must be of one"
+            " dtype."
+        )
+    if mode != "stack" and x.shape != rest.shape:
         raise ValueError(
             f"The auxiliary output at {at} is {x} for a microbatch of {split.size}"
             f" examples and {rest} for the last one, of {split.rest}, so there is no"
             f' {mode} of it. If it has a row for each example, say aux="stack".'
         )
-    elif mode != "last" and not (
+    if mode in ("mean", "sum") and not (
         jnp.issubdtype(x.dtype, jnp.number) or x.dtype == jnp.bool_
     ):
         raise TypeError(

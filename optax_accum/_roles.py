@@ -28,8 +28,10 @@ def find_arguments(
       numbers: for each role the numbers of its arguments.
 
     Raises:
-      ValueError: there is no such argument, or it has two roles.
+      ValueError: there is no such argument, it has two roles, or its name is a number.
     """
+    if numeric := [name for name in kwargs if name.isdigit()]:
+        raise ValueError(f"No argument can have a number for a name, got {numeric}.")
     roles: dict[Argument, str] = {}
     found = []
     for role, argnums in numbers.items():

@@ -68,7 +68,10 @@ def add_up(
     def take(sums, batch, key, size, *, first=False, last):
         part, share = one(batch, key, sums.carry), size // split.blocks
         if split.microbatches == 1 and not over.axes:
-            part, share = part._replace(weight=None), 1  # a mean over one
+            share = 1  # a mean over one
+            if part.weight is not None:
+                good = jnp.where(jnp.isfinite(part.weight), 1.0, jnp.nan)
+                part = part._replace(weight=good)
         if over.axes:  # the mean is over those of the other devices too
             last = False
         return add_part(reductions, sums, part, share, first=first, last=last)

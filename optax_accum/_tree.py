@@ -97,9 +97,15 @@ def _like_leaf(path: Any, new: Any, old: Any, what: str, exact: bool) -> Any:
         if new.shape == old_type.shape:
             if new.dtype == old_type.dtype:
                 return new
-            if not exact and (jnp.iscomplexobj(old) or not jnp.iscomplexobj(new)):
+            if not exact and _rank(new.dtype) <= _rank(old_type.dtype):
                 return new.astype(old_type.dtype)
     raise TypeError(
         f"{what} must have the shapes and dtypes of what it replaces, but"
         f" {jax.tree_util.keystr(path) or 'it'} is {new_type} for {jax.typeof(old)}."
     )
+
+
+def _rank(dtype: Any) -> int:
+    """The kind of a dtype; in a lower one a number loses more than digits."""
+    kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+    return next((i for i, k in enumerate(kinds) if jnp.issubdtype(dtype, k)), -1)

@@ -18,11 +18,13 @@ def sum_dtype(dtype: DTypeLike, given: DTypeLike | None = None) -> jnp.dtype:
     At least float32, or the floating dtype `given`. Complex numbers stay complex; all
     others (integers, float8) are added up as floats.
     """
+    if given is not None:
+        given = jax.dtypes.canonicalize_dtype(given)
     if jnp.issubdtype(dtype, jnp.complexfloating):
         double = jnp.float64 in (given, jnp.finfo(dtype).dtype)
         return jnp.dtype(jnp.complex128 if double else jnp.complex64)
     if given is not None:
-        return jnp.dtype(given)
+        return given
     wide = dtype in (jnp.float64, jnp.int64, jnp.uint64)
     return jnp.dtype(jnp.float64 if wide else jnp.float32)
 
@@ -52,7 +54,9 @@ def add(
     x = jnp.asarray(x)
     dtype = jnp.promote_types(sum_dtype(acc.dtype), sum_dtype(x.dtype))
     old, new = acc.astype(dtype), x.astype(dtype)
-    if counted is not True:  # and not later on: what is left out has a derivative of 0
+    if (
+        counted is not True
+    ):  # first of all: its derivative, by the weight too, is then 0
         new = jnp.where(counted, new, 0)
     if weight is not None:
         new = _by_parts(jnp.multiply, new, weight)

@@ -249,6 +249,16 @@ def test_a_downstream_state_that_changes_its_type_is_named(grow, words):
         jax.jit(tx.update)(PARAMS, tx.init(PARAMS))
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_downstream_state_that_begins_as_a_whole_number_is_not_rounded(every):
+    mean = optax.GradientTransformation(
+        lambda params: 0, lambda u, s, p=None: (u, 0.5 * s + 0.5 * u["a"][0])
+    )
+    tx = chain(accumulate(every), mean)
+    with raises(TypeError, "what follows the accumulation", "float32.*for .*int32"):
+        jax.jit(tx.update)(PARAMS, tx.init(PARAMS))
+
+
 def test_a_transform_whose_state_has_no_fixed_structure_is_refused():
     # `optax.monitor` adds its measurements in its first update.
     tx = chain(accumulate(2), optax.monitor({"norm": optax.tree.norm}))
@@ -307,7 +317,20 @@ def test_a_weight_that_nobody_reads_is_not_lost(argument):
     optax_accum.apply_gradients(masked, PARAMS, state, PARAMS, **argument)
 
 
-@pytest.mark.parametrize("weight", [np.nan, np.inf, np.float32("nan"), -0.5])
+@pytest.mark.parametrize(
+    "weight",
+    [
+        np.nan,
+        np.inf,
+        np.float32("nan"),
+        -0.5,
+        -3,
+        10**400,
+        1e39,
+        1e-41,
+        np.array(1e-41),
+    ],
+)
 def test_a_weight_that_is_no_number_is_refused_where_it_can_be_seen(weight):
     with raises(ValueError, "finite real scalar", "0 or more"):
         accumulate(2).update(PARAMS, accumulate(2).init(PARAMS), weight=weight)
@@ -332,9 +355,11 @@ def test_a_large_whole_number_does_not_wrap_around(weight, total):
 def test_a_window_longer_than_can_be_counted():
     with raises(ValueError, "every", "largest is 2147483647"):
         accumulate(2**33)
-    tx = accumulate(lambda step: 2**40)
-    _, state = tx.update(PARAMS, tx.init(PARAMS))
-    assert state.every == 2**31 - 1
+    for long in (2**40, np.inf, jnp.uint32(2**32 - 1), np.uint64(2**63)):
+        tx = accumulate(lambda step, long=long: long)
+        for update in (tx.update, jax.jit(tx.update)):
+            _, state = update(PARAMS, tx.init(PARAMS))
+            assert state.every == 2**31 - 1
 
 
 @pytest.mark.parametrize("form", FORMS)

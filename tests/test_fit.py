@@ -170,6 +170,18 @@ def test_the_compiled_step_comes_with_it_and_trains():
     np.testing.assert_array_equal(got["in"], want["in"])
 
 
+def test_the_compiled_step_refuses_another_constant():
+    def step(x, mode):
+        return 2 * x if mode == "double" else x
+
+    fit = optax_accum.fit_microbatch(
+        lambda size: step, jnp.ones(4), "double", batch_size=4, memory_limit=10**9
+    )
+    np.testing.assert_array_equal(fit.step(jnp.ones(4), "double"), 2 * jnp.ones(4))
+    with pytest.raises(ValueError, match=r"compiled with 'double'.*got 'single'"):
+        fit.step(jnp.ones(4), "single")
+
+
 def test_the_headroom_is_left_free():
     build, args = WAYS["value_and_grad"]
     options = {"batch_size": BATCH, "candidates": SIZES}

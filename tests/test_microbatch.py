@@ -124,6 +124,17 @@ def test_no_weight_at_all_gives_zeros(weight):
         assert fun(1.0, jnp.arange(float(size))) == (0, 0)
 
 
+@pytest.mark.parametrize("weight", [-1.0, jnp.nan, jnp.inf])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_traced_weight_that_is_no_number_gives_nan(weight, size):
+    fun = optax_accum.value_and_grad(
+        lambda w, x: jnp.mean(w * x),
+        microbatch_size=size,
+        weight=lambda w, x: jnp.float32(weight),
+    )
+    assert np.isnan(fun(1.0, jnp.ones(4))).all()
+
+
 def test_a_microbatch_of_weight_zero_adds_no_nan():
     batch = draw(6)
     batch["mask"] = jnp.array([True, True, True, False, False, False])
@@ -349,6 +360,23 @@ def test_a_row_for_each_example_has_to_be_stacked(aux, size):
         ours(aux=aux)(2.0, x)
     (_, out), _ = ours(aux="stack")(2.0, x)
     np.testing.assert_array_equal(out["rows"], 2 * x)
+
+
+@pytest.mark.parametrize(
+    ("rest", "error", "words"),
+    [
+        ({"b": 1.0, "c": 2.0}, ValueError, r"same auxiliary output.*'a'.*'c'"),
+        ({"a": 1.0}, ValueError, "same auxiliary output"),
+        ({"a": 1.0, "b": 2}, TypeError, r"\['b'\] is .*float32.* of one dtype"),
+    ],
+)
+def test_the_last_microbatch_must_return_what_the_others_do(rest, error, words):
+    def fun(w, x):
+        return jnp.mean(w * x), {"a": 1.0, "b": 2.0} if len(x) == 4 else rest
+
+    ours = optax_accum.value_and_grad(fun, has_aux=True, microbatch_size=4, aux="sum")
+    with pytest.raises(error, match=words):
+        ours(1.0, jnp.ones(6))
 
 
 def test_only_rows_of_the_examples_can_be_stacked():

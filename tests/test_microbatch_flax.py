@@ -138,6 +138,21 @@ def test_variables_that_two_modules_share_are_one():
     close(*(nnx.to_pure_dict(nnx.state(n)) for n in (tied, other)))
 
 
+@pytest.mark.parametrize("argnums", [0, 1])
+def test_a_parameter_of_two_arguments_is_differentiated_in_both_or_neither(argnums):
+    tied, batch = nnx.Linear(3, 3, rngs=nnx.Rngs(0)), {"batch_argnums": (2, 3)}
+
+    def loss_fn(first, second, x, y):
+        return mse(second(first(x))[:, :1], y)
+
+    ours = optax_accum.grad(loss_fn, argnums=argnums, microbatch_size=2, **batch)
+    with pytest.raises(ValueError, match=r"at \w+ is in two of the arguments.*clone"):
+        ours(tied, tied, X, Y)
+    grads = ours(tied, nnx.clone(tied), X, Y)
+    want = nnx.grad(loss_fn, argnums=argnums)(tied, nnx.clone(tied), X, Y)
+    close(nnx.to_pure_dict(grads), nnx.to_pure_dict(want))
+
+
 def test_a_diff_state_chooses_what_is_differentiated():
     only_bias = nnx.DiffState(0, nnx.PathContains("bias"))
     ours = optax_accum.value_and_grad(

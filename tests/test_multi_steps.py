@@ -185,9 +185,24 @@ def test_what_cannot_be_taken_over_is_said():
         convert(state, optax_accum.MultiSteps(optax.lion(0.1), 2), PARAMS)
     with pytest.raises(ValueError, match="tx must be a MultiSteps"):
         convert(state, optax.adam(0.1), PARAMS)
-    tx = chain(accumulate(2, average_args=("value",)), optax.adam(0.1))
-    with pytest.raises(ValueError, match=r"average_args=\('value',\).*mini_step 1"):
-        convert(state, tx, PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"average_args": ("value",)}, r"average_args=\('value',\)"),
+        ({"track_noise": True}, "track_noise=True"),
+        ({"every": 1}, "every=1 and no accumulator"),
+    ],
+)
+def test_what_optax_keeps_no_record_of_is_refused_within_a_window(options, match):
+    old = optax.MultiSteps(optax.adam(0.1), 2)
+    tx = chain(accumulate(**{"every": 2, **options}), optax.adam(0.1))
+    _, state = train(old, gradients(1))
+    with pytest.raises(ValueError, match=rf"tx has {match}.*mini_step 1.*end of a win"):
+        optax_accum.from_multi_steps_state(state, tx, PARAMS)
+    _, state = train(old, gradients(2))
+    optax_accum.from_multi_steps_state(state, tx, PARAMS)
 
 
 def test_a_mean_in_bfloat16_becomes_an_exact_sum():

@@ -200,6 +200,34 @@ def test_none_gradients_leave_a_parameter_alone():
     np.testing.assert_allclose(params["w"], 1 - 0.5 * (1 + 1.9), rtol=1e-6)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_gradient_that_is_none_in_one_microbatch_adds_nothing(form):
+    tx = optax_accum.chain(optax_accum.accumulate(2), optax.sgd(1.0))
+    params, one = {"a": jnp.zeros(1), "b": jnp.zeros(1)}, jnp.ones(1)
+    state = tx.init(params)
+    for b in (100 * one, 100 * one, None, one):  # two windows
+        grads = {"a": one, "b": b}
+        if form == "apply_gradients":
+            params, state = optax_accum.apply_gradients(tx, grads, state, params)
+        else:  # by Equinox's `apply_updates`, since that of Optax takes no `None`
+            updates, state = tx.update(grads, state, params)
+            params = eqx.apply_updates(params, updates)
+    assert_trees_equal(params, {"a": jnp.array([-2.0]), "b": jnp.array([-100.5])})
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_whole_part_without_gradients_stays_as_it_is(every):
+    tx = optax_accum.chain(optax_accum.accumulate(every), optax.sgd(1.0))
+    params = {"a": jnp.zeros(1), "b": {"w": jnp.ones(2), "n": 3}}
+    state = tx.init({"a": params["a"], "b": None})
+    for _ in range(2):
+        params, state = optax_accum.apply_gradients(
+            tx, {"a": jnp.ones(1), "b": None}, state, params
+        )
+    assert_trees_equal(params["b"], {"w": jnp.ones(2), "n": 3})
+    np.testing.assert_array_equal(params["a"], [-2.0 / every])
+
+
 @pytest.mark.parametrize("form", ["update", "apply_gradients"])
 def test_an_equinox_model_may_be_passed_as_params(form):
     model = eqx.nn.MLP(2, 2, 4, 1, activation=jax.nn.gelu, key=jax.random.key(0))
@@ -303,7 +331,9 @@ def test_an_empty_tree_still_counts(params):
 
 def test_float8_parameters_have_float32_accumulators():
     dtype = jnp.float8_e4m3fn
-    tx = optax_accum.chain(optax_accum.accumulate(2), optax.identity())
+    tx = optax_accum.chain(
+        optax_accum.accumulate(2, track_noise=True), optax.identity()
+    )
     params = jnp.zeros(2, dtype)
     state = tx.init(params)
     for x in (1.0, 3.0):
@@ -311,6 +341,25 @@ def test_float8_parameters_have_float32_accumulators():
     assert state[0].acc_grads.dtype == jnp.float32
     assert updates.dtype == dtype
     np.testing.assert_array_equal(updates.astype(jnp.float32), [2.0, 2.0])
+    assert optax_accum.noise_scale(state).trace == 4.0
+
+
+def test_a_dtype_that_jax_does_not_have_without_x64_is_the_nearest():
+    tx = optax_accum.accumulate(2, dtype=jnp.float64)
+    _, state = tx.update(jnp.ones(3), tx.init(jnp.ones(3)))
+    assert state.acc_grads.dtype == jnp.float32
+
+
+def test_dtypes_are_promoted_by_hand_where_jax_is_strict():
+    with jax.numpy_dtype_promotion("strict"):
+        tx = optax_accum.accumulate(2, track_noise=True)
+        grads = jnp.ones(3, jnp.bfloat16)
+        _, state = tx.update(grads, tx.init(grads), weight=jnp.bfloat16(2))
+        fun = optax_accum.value_and_grad(
+            lambda w, x: jnp.mean(w * x), microbatch_size=2, track_noise=True
+        )
+        *_, noise = fun(jnp.bfloat16(1), jnp.ones(5, jnp.bfloat16))
+    assert (state.noise.squares, noise.gradient) == (6, 1)
 
 
 @pytest.mark.parametrize(
