@@ -126,7 +126,8 @@ def accumulate(
         the mean is over all of them; ``release`` or ``skip`` on one device counts on
         all, and :func:`optax_accum.state_specs` tells how the state is sharded. What
         stands before ``accumulate``, ``skip`` and ``track_noise`` see each device's
-        part alone; on an explicit mesh ``skip`` sees all, along a leading axis.
+        part alone, which for the noise scale is the microbatch; on an explicit mesh
+        ``skip`` sees all, along a leading axis.
       sharding: spread the accumulator over the mesh (ZeRO-2), for each device to hold a
         part of it and each microbatch to cost a reduce-scatter, not an all-reduce. The
         name of a mesh axis, or several, which split each array along the first
@@ -191,6 +192,7 @@ def accumulate(
             )
         start = jnp.zeros([], jnp.int32)
         over = partial_over(axes, params)
+        over.check_params(params)
         acc_grads, skipped, skip_state, noise_state = (), (), (), ()
         if schedule is not None:
             arguments.check_length(schedule(start))
@@ -199,7 +201,8 @@ def accumulate(
         elif every != 1:
             acc_grads = _zeros_like(params, lambda own: sum_dtype(own, dtype), over)
         if skip is not None:
-            _, skip_state = skip(_zeros_like(params, lambda own: own), start, params)
+            verdict = skip(_zeros_like(params, lambda own: own), start, params)
+            _, skip_state = arguments.check_verdict(verdict)
             skipped = jnp.zeros([], jnp.int32)
         if track_noise:
             zeros = over.zero_of_own(), over.zero_of_own(jnp.int32)
@@ -222,11 +225,12 @@ def accumulate(
     def micro_step(
         updates, state, params=None, *, weight=None, release=None, **extra_args
     ):
-        _check_state(state, every, average_args, track_noise, axes)
+        _check_state(state, every, average_args, track_noise, skip, axes)
         over, given = partial_over(axes, updates), updates
         if layout is not None:
             over.check_scatters()
         updates = over.parts(updates)
+        over.check_state(state.window_weight)
         if layout is not None and not axes:
             updates = layout.put(updates)
         part_of_noise = arguments.check_noise(extra_args.get("noise"), track_noise)
@@ -388,6 +392,7 @@ def _check_state(
     every: Any,
     average_args: Sequence[str],
     track_noise: bool,
+    skip: Any,
     axes: tuple[str, ...],
 ) -> None:
     if not isinstance(state, AccumulateState):
@@ -401,6 +406,7 @@ def _check_state(
         and not (has_acc and every == 1),
         "average_args": set(state.acc_args) == set(average_args),
         "track_noise": isinstance(state.noise, noise.NoiseState) == track_noise,
+        "skip": isinstance(state.skipped, tuple) == (skip is None),
         "reduce_axes": bool(axes) or jnp.ndim(state.window_weight) == 0,
     }
     for name in fits:
@@ -490,7 +496,7 @@ def _judge(
     """Whether to accept a microbatch, and the state that `skip` returns with it."""
     updates = jax.tree.map(lambda g: g if is_array(g) else None, updates)
     verdict = skip(updates, state.gradient_step, params)
-    should_skip, skip_state = arguments.check_pair("skip", verdict)
+    should_skip, skip_state = arguments.check_verdict(verdict)
     arguments.check_should_skip(should_skip)
     skip_state = like(skip_state, state.skip_state, "The state that skip returns")
     return jnp.logical_not(over.most(should_skip)), over.most(skip_state)

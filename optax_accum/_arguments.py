@@ -369,9 +369,23 @@ def check_out(out: Any) -> Any:
     return out
 
 
-def check_pair(what: str, out: Any) -> Any:
+def check_aux_of_carry(out: Any) -> Any:
     if not isinstance(out, tuple | list) or len(out) != 2:
-        raise TypeError(f"{what} must return a pair, got {_describe(out)}.")
+        raise TypeError(
+            "With carry_argnums, fun must return (value, (carry, aux)), its value and a"
+            " pair of what it carries on and the auxiliary output, but in place of that"
+            f" pair there is {_describe(out)}. An empty aux is ()."
+        )
+    return out
+
+
+def check_verdict(out: Any) -> Any:
+    if not isinstance(out, tuple | list) or len(out) != 2:
+        raise TypeError(
+            "skip must return a pair (should_skip, skip_state), like"
+            f" optax.skip_not_finite, got {_describe(out)}. A state that nobody needs"
+            " is ()."
+        )
     return out
 
 

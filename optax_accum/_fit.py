@@ -75,10 +75,11 @@ def fit_microbatch(
     XLA knows what a compiled program needs: arguments, outputs and temporaries, less
     the outputs in donated arguments. So the step is compiled for some sizes, by
     bisection, and nothing is run or allocated. The whole batch at once comes first,
-    then sizes that make two of it, then smaller ones, since a step with one or two
-    microbatches is another program than one with a loop and may need less. Within each
-    of the three it is taken for granted that a larger microbatch needs more. With
-    :math:`n` candidates at most :math:`2 \log_2 n` are tried, 26 of 8192.
+    then sizes that make two of it, those that divide it, and all others, since a step
+    with one or two microbatches is another program than one with a loop and may need
+    less, and so may one without a rest. Within each of the four it is taken for granted
+    that a larger microbatch needs more. Of :math:`n` candidates a little more than
+    :math:`2 \log_2 n` are tried, 29 of 8192 at most.
 
     What the compiler does not tell is what ``headroom`` is for: other arrays that are
     alive, those that the step closes over included, fragmentation, other processes on
@@ -141,9 +142,10 @@ def fit_microbatch(
         sizes = {arguments.check_count("candidates", size) for size in candidates}
         sizes = sorted(x for x in sizes if x <= batch_size and x % multiple_of == 0)
     if not sizes:
+        among = "" if candidates is None else f" of candidates={candidates!r}"
         raise ValueError(
-            f"There is no candidate up to batch_size={batch_size} that is a multiple of"
-            f" multiple_of={multiple_of}."
+            f"There is no size{among} up to batch_size={batch_size} that is a multiple"
+            f" of multiple_of={multiple_of}."
         )
     if memory_limit is not None:
         memory_limit = arguments.check_count("memory_limit", memory_limit)
@@ -153,6 +155,8 @@ def fit_microbatch(
     tried: list[Candidate] = []
     chosen, chosen_step = None, None
     for group in _alike(sizes, batch_size):
+        if chosen is not None:
+            group = [n for n in group if n > chosen.microbatch_size]
         low, high = 0, len(group)  # all below `low` fit, none from `high` on does
         while low < high:
             middle = (low + high) // 2
@@ -169,8 +173,6 @@ def fit_microbatch(
                 high = middle
             if progress is not None:
                 progress(candidate)
-        if chosen is not None:
-            break
     tried.sort(key=lambda c: c.microbatch_size)
     if chosen is None or chosen_step is None:
         raise MemoryError(_nothing_fits(tried, limit, headroom))
@@ -185,10 +187,15 @@ def fit_microbatch(
 
 
 def _alike(sizes: list[int], batch_size: int) -> list[list[int]]:
-    """The sizes by what a step makes of the batch: one microbatch, two, or a loop."""
+    """The sizes by what a step makes of the batch.
+
+    That is one microbatch, two, or a loop over equal ones, with or without a rest.
+    """
     whole = [n for n in sizes if n == batch_size]
-    halves = [n for n in sizes if batch_size < 2 * n < 2 * batch_size]
-    return [whole, halves, [n for n in sizes if 2 * n <= batch_size]]
+    two = [n for n in sizes if batch_size < 2 * n < 2 * batch_size]
+    loop = [n for n in sizes if 2 * n <= batch_size]
+    equal = [n for n in loop if batch_size % n == 0]
+    return [whole, two, equal, [n for n in loop if batch_size % n]]
 
 
 def _try(

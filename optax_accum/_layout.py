@@ -11,7 +11,13 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optax_accum._partial import entry, explicit_axes, find_mesh, kinds_of
+from optax_accum._partial import (
+    entry,
+    explicit_axes,
+    find_mesh,
+    kinds_of,
+    names_in,
+)
 from optax_accum._tree import is_array, is_none
 
 
@@ -103,7 +109,7 @@ def _first_that_fits(x: Any, names: tuple[str, ...]) -> P:
         return P()
     count = math.prod(find_mesh(names, x, "sharding").shape[axis] for axis in names)
     spec: list[Any] = _own(x)
-    taken = {axis for axes in spec for axis in _tuple(axes)}
+    taken = {axis for axes in spec for axis in names_in(axes)}
     for i, size in enumerate(jnp.shape(x)):
         if spec[i] is None and size and size % count == 0 and not taken & {*names}:
             spec[i] = entry(names)
@@ -120,12 +126,8 @@ def _own(x: Any) -> list[Any]:
     return spec + [None] * (jnp.ndim(x) - len(spec))
 
 
-def _tuple(axes: Any) -> tuple[str, ...]:
-    return (axes,) if isinstance(axes, str) else tuple(axes or ())
-
-
 def _put(x: Any, spec: P) -> jax.Array:
-    names = tuple(axis for axes in spec.partitions for axis in _tuple(axes))
+    names = tuple(axis for axes in spec.partitions for axis in names_in(axes))
     if not names:
         return _reshard(x, spec) if explicit_axes(x) else x
     kinds = {kinds_of(find_mesh(names, x, "sharding"))[axis] for axis in names}
@@ -163,8 +165,8 @@ def _reshard(x: Any, spec: P) -> jax.Array:
 def _dimension(spec: P, own: list[Any], axes: Any) -> int | None:
     """Along which `spec` has these axes in addition to an array's own layout."""
     full = [*spec.partitions] + [None] * (len(own) - len(spec.partitions))
-    differ = [i for i, x in enumerate(full) if _tuple(x) != _tuple(own[i])]
-    if len(differ) != 1 or own[differ[0]] or {*_tuple(full[differ[0]])} != {*axes}:
+    differ = [i for i, x in enumerate(full) if names_in(x) != names_in(own[i])]
+    if len(differ) != 1 or own[differ[0]] or {*names_in(full[differ[0]])} != {*axes}:
         return None
     return differ[0]
 
@@ -172,7 +174,7 @@ def _dimension(spec: P, own: list[Any], axes: Any) -> int | None:
 def _scatter_rows(grad: Any, spec: P, rows: jax.Array) -> jax.Array:
     sharding = jax.typeof(rows).sharding
     axes, *own = sharding.spec.partitions
-    i = _dimension(spec, own, _tuple(axes))
+    i = _dimension(spec, own, names_in(axes))
     if i is None:
         return jax.sharding.reshard(jnp.sum(rows, axis=0), spec)
     return jax.shard_map(

@@ -104,7 +104,8 @@ def noise_scale(opt_state: optax.OptState | NoiseState) -> NoiseScale:
     It is the batch size, in microbatches, above which a larger batch stops paying: at
     it, twice the batch saves a quarter of the steps, for half as much again of the
     computation. Times the examples (or tokens) of a mean microbatch it is in examples
-    (or tokens). It grows as training goes on.
+    (or tokens). With ``reduce_axes`` a microbatch is what one device has of it. It
+    grows as training goes on.
 
     Each window of :math:`n` microbatches gives unbiased estimates of the squared norm
     of the true gradient and of the trace of a microbatch gradient's covariance,

@@ -48,12 +48,13 @@ def value_and_grad(
     a loss that is a mean over the examples of its batch. Any batch size will do: 10
     examples in microbatches of 4 are 4, 4 and 2 of them, without padding.
 
-    Call it inside ``jax.jit``, as any training step; outside, each call compiles anew.
+    Call it inside ``jax.jit``, as any training step (``nnx.jit`` if modules of NNX are
+    to be updated); outside, each call compiles anew.
 
     A microbatch takes its examples from all over the batch, so neighbours are in
-    different ones. A batch that is sharded over devices is thus split with no
-    communication, each device keeping its own, if ``microbatch_size`` (counted over all
-    devices) and what is left over are multiples of their number.
+    different ones, as far as its size and what is left over have divisors in common. A
+    batch that is sharded over devices is thus split with no communication, each device
+    keeping its own, if both (counted over all devices) are multiples of their number.
 
     Args:
       fun: the loss. It returns a scalar, the mean over its batch; with ``has_aux``, the
@@ -89,7 +90,8 @@ def value_and_grad(
       aux: what becomes of the auxiliary outputs of all microbatches; for all of them,
         or a pytree prefix of them: ``"mean"``, by weight; ``"sum"``, not weighted;
         ``"stack"``, concatenated along the leading axis, which must be that of the
-        examples, in the order of the batch, with those left out; or ``"last"``.
+        examples, in the order of the batch, with those left out; or ``"last"``. An
+        array with a row for each example has to be stacked.
       dtype: floating dtype in which to add up and to return the gradients. By default
         they are added up in at least float32 and returned in their own. What is added
         up is the weighted sum, which in float16 soon overflows.
@@ -214,7 +216,7 @@ def value_and_grad(
                     value, out = arguments.check_out(out) if has_aux else (out, ())
                     new = ()
                     if carried:
-                        new, out = arguments.check_pair("fun in its aux", out)
+                        new, out = arguments.check_aux_of_carry(out)
                         new = (new,) if single_carry else new
                         arguments.check_carry(new, len(carried))
                     arguments.check_arrays("fun in its aux", out)
@@ -231,7 +233,7 @@ def value_and_grad(
                 if skip is not None:
                     step = jnp.zeros([], jnp.int32)
                     verdict = skip(_one(single, grads), step, _one(single, params))
-                    skipped, _ = arguments.check_pair("skip", verdict)
+                    skipped, _ = arguments.check_verdict(verdict)
                     arguments.check_should_skip(skipped)
                     counted = jnp.logical_not(over.most(skipped))
                 if weight is not None:
@@ -336,9 +338,10 @@ def _one(single: bool, items: tuple) -> Any:
 
 def _defer(over: Whole, params: Any) -> Any:
     """Parameters whose gradients stay on the devices."""
+    over.check_params(params)
     chosen = differentiable(params)
-    return jax.tree.map_with_path(
-        lambda path, x: over.defer(path, jnp.asarray(x)) if chosen(x) else x, params
+    return jax.tree.map(
+        lambda x: over.defer(jnp.asarray(x)) if chosen(x) else x, params
     )
 
 

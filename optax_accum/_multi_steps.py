@@ -195,6 +195,13 @@ def from_multi_steps_state(
             " Restore a checkpoint into the structure of optax.MultiSteps(...).init."
         )
     state, params = pure(state), pure(params)
+    if isinstance(state, MultiStepsState):
+        raise TypeError("state is of this library already; go on with it as it is.")
+    if not callable(getattr(tx, "init", None)):
+        raise TypeError(
+            f"tx must be the transform to go on with, got {type(tx).__name__}. The"
+            " order is state, tx, params."
+        )
     mini_step, gradient_step = map(jnp.int32, (state.mini_step, state.gradient_step))
     fresh: Any = tx.init(params)
     at = [i for i, s in enumerate(fresh) if isinstance(s, AccumulateState)]

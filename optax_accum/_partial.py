@@ -25,6 +25,21 @@ class Whole:
 
     axes: tuple[str, ...] = ()
 
+    def check_params(self, params: Any) -> None:
+        """That they are the same on all devices over which gradients are partial.
+
+        Raises:
+          ValueError: one of them is not, as far as its type tells.
+        """
+        for path, x in jax.tree.leaves_with_path(params):
+            if is_array(x) and (found := sorted(_differs_over(x) & {*self.axes})):
+                raise ValueError(
+                    f"The parameter at {_name(path)} is {jax.typeof(x)}, sharded over"
+                    f" {found} (or deferred before), so its gradient cannot be partial"
+                    " over them. Only what is replicated over reduce_axes can have its"
+                    " reduction deferred."
+                )
+
     def zeros(self, x: Any, dtype: Any) -> jax.Array:
         """The first accumulator of a parameter."""
         return jnp.zeros_like(x, dtype=dtype)
@@ -37,9 +52,8 @@ class Whole:
         """The first of one that adds up what is computed from each device's part."""
         return self.zero(dtype)
 
-    def defer(self, path: Any, x: jax.Array) -> jax.Array:
+    def defer(self, x: jax.Array) -> jax.Array:
         """A parameter by which the gradients are partial."""
-        del path
         return x
 
     def key(self, key: jax.Array) -> jax.Array:
@@ -51,6 +65,9 @@ class Whole:
 
     def check_scatters(self) -> None:
         """That the sum over the devices can be spread over them."""
+
+    def check_state(self, window_weight: jax.Array) -> None:
+        """That a state was made for steps like this one."""
 
     def microbatch_size(self, size: int) -> int:
         """How many examples here are a microbatch of that size."""
@@ -100,8 +117,7 @@ class Row(Whole):
     def zero(self, dtype: Any = float) -> jax.Array:
         return self.row(jnp.zeros([], dtype))
 
-    def defer(self, path: Any, x: jax.Array) -> jax.Array:
-        del path
+    def defer(self, x: jax.Array) -> jax.Array:
         return vary(x, self._told)
 
     def key(self, key: jax.Array) -> jax.Array:
@@ -183,14 +199,8 @@ class Rows(Whole):
     def zero_of_own(self, dtype: Any = float) -> jax.Array:
         return self._zeros((), dtype, ())
 
-    def defer(self, path: Any, x: jax.Array) -> jax.Array:
+    def defer(self, x: jax.Array) -> jax.Array:
         spec = jax.typeof(x).sharding.spec
-        if both := sorted(axes_in(jax.typeof(x)) & set(self.axes)):
-            raise ValueError(
-                f"The parameter at {_name(path)} is {jax.typeof(x)}, sharded over"
-                f" {both}, so its gradient cannot be partial over them. Only what is"
-                " replicated over reduce_axes can have its reduction deferred."
-            )
         reduced = frozenset(self.axes) | spec.reduced
         spec = P(*spec.partitions, unreduced=spec.unreduced, reduced=reduced)
         return jax.sharding.reshard(x, NamedSharding(self._mesh, spec))
@@ -220,6 +230,13 @@ class Rows(Whole):
 
         return jax.tree.map_with_path(rows, updates)
 
+    def check_state(self, window_weight: jax.Array) -> None:
+        if window_weight.ndim:
+            raise ValueError(
+                "The state was made for steps in a shard_map. Outside of one, on a mesh"
+                " with explicit axes, start from tx.init(params) under jax.set_mesh."
+            )
+
     def squares(self, square: Any, grads: Any) -> jax.Array:
         # Each part is that of one device in a mean over all of them. Of the weight too
         # it has one part in so many.
@@ -236,7 +253,7 @@ class Rows(Whole):
         return jax.tree.map(total, scalars)
 
     def total(self, acc: jax.Array) -> jax.Array:
-        return jnp.sum(acc, axis=0)
+        return jnp.sum(acc, axis=0, dtype=acc.dtype)
 
     def _zeros(self, shape: Any, dtype: Any, spec: Any) -> jax.Array:
         shape = (self._count, *shape)
@@ -262,7 +279,7 @@ class RowsToShard(Rows):
             spec = [*layout.spec, *[None] * (jnp.ndim(x) - len(layout.spec))]
         return self._zeros(jnp.shape(x), dtype, spec)
 
-    def defer(self, path: Any, x: jax.Array) -> jax.Array:
+    def defer(self, x: jax.Array) -> jax.Array:
         raise self._too_late()
 
     def parts(self, updates: optax.Updates) -> optax.Updates:
@@ -338,15 +355,24 @@ def explicit_axes(x: Any) -> set[str]:
 
 def entry(axes: tuple[str, ...]) -> Any:
     """Axes as an entry of a `PartitionSpec`, as JAX writes it, which compares that."""
-    return axes[0] if len(axes) == 1 else axes
+    return axes[0] if len(axes) == 1 else axes or None
+
+
+def names_in(entry: Any) -> tuple[str, ...]:
+    """The axes in an entry of a `PartitionSpec`."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
 def axes_in(aval: Any) -> set[str]:
     """The explicit axes over which an array of this type is sharded."""
-    spec = aval.sharding.spec.partitions
-    return {
-        a for axes in spec if axes for a in ((axes,) if isinstance(axes, str) else axes)
-    }
+    return {axis for x in aval.sharding.spec.partitions for axis in names_in(x)}
+
+
+def _differs_over(x: Any) -> set[str]:
+    """The axes along which not all devices have the same, as far as JAX tells."""
+    layout = getattr(x, "sharding", None)
+    spec = layout.spec.partitions if isinstance(layout, NamedSharding) else ()
+    return {a for e in spec for a in names_in(e)} | axes_in(jax.typeof(x)) | axes_of(x)
 
 
 def _name(path: Any) -> str:

@@ -154,6 +154,8 @@ def plan(
             )
         _check_mode(mode, at, x, rest, split)
         reductions.append(Reduction.of(mode, x))
+    if not split.rest and split.microbatches > 1:
+        _check_no_rows(one, split, batch, keys, carry, modes, out)
     return reductions, jax.tree.structure(types[0])
 
 
@@ -161,19 +163,25 @@ def _types(
     one: Callable[..., Part], split: Split, batch: Any, keys: Any, carry: Any
 ) -> list[Part]:
     """The types of what `one` gives of a whole microbatch, and of the rest if any."""
+    takes = [lambda batch: split.full(batch, 0)] + [split.last] * (split.rest > 0)
+    return [_types_of(one, take, batch, keys, carry) for take in takes]
 
-    def types_of(take):
-        noted = []
 
-        def note(batch, keys, carry):
-            key = jax.tree.map(lambda x: x[0], keys)
-            noted.append(jax.tree.map(jax.typeof, one(take(batch), key, carry)))
+def _types_of(
+    one: Callable[..., Part],
+    take: Callable[[Any], Any],
+    batch: Any,
+    keys: Any,
+    carry: Any,
+) -> Part:
+    noted = []
 
-        jax.eval_shape(note, batch, keys, carry)
-        return noted[0]
+    def note(batch, keys, carry):
+        key = jax.tree.map(lambda x: x[0], keys)
+        noted.append(jax.tree.map(jax.typeof, one(take(batch), key, carry)))
 
-    types = [types_of(lambda batch: split.full(batch, 0))]
-    return types + ([types_of(split.last)] if split.rest else [])
+    jax.eval_shape(note, batch, keys, carry)
+    return noted[0]
 
 
 def _check_agreement(part: Part) -> None:
@@ -222,6 +230,42 @@ def _check_mode(mode: str, at: str, x: Any, rest: Any, split: Split) -> None:
             f'The auxiliary output at {at} is {x}, which has no {mode}. Say aux="last"'
             ' or aux="stack" for it.'
         )
+
+
+def _check_no_rows(
+    one: Callable[..., Part],
+    split: Split,
+    batch: Any,
+    keys: Any,
+    carry: Any,
+    modes: Any,
+    out: Any,
+) -> None:
+    """That no rows of examples are added up, where no other size has shown them.
+
+    They are as long as a microbatch, and of one twice as large twice as long.
+    """
+    leaves = jax.tree.leaves_with_path(out)
+    looks = [
+        mode != "stack" and x.shape[:1] == (split.size,)
+        for mode, (_, x) in zip(jax.tree.leaves(modes), leaves, strict=True)
+    ]
+    if not any(looks):
+        return
+    twice = Split.of(split.whole * split.size, 2 * split.size)
+    try:
+        larger = _types_of(one, lambda x: twice.full(x, 0), batch, keys, carry).out[2]
+    except Exception:  # it may be made for its size alone
+        return
+    if jax.tree.structure(larger) != jax.tree.structure(out):
+        return
+    for (path, x), y, look in zip(leaves, jax.tree.leaves(larger), looks, strict=True):
+        if look and y.shape[:1] == (2 * split.size,):
+            raise ValueError(
+                f"The auxiliary output at {jax.tree_util.keystr(path) or 'the root'} is"
+                f" {x} for a microbatch of {split.size} examples and {y} for one of"
+                f' {2 * split.size}. It has a row for each example: say aux="stack".'
+            )
 
 
 def add_part(

@@ -58,12 +58,14 @@ def defer_reduction(
     """
     over = partial_over(arguments.check_axes(reduce_axes), params)
 
-    def defer(path, x):
+    over.check_params(params)
+
+    def defer(x):
         if not is_array(x) or not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
             return x
-        return over.defer(path, jnp.asarray(x))
+        return over.defer(jnp.asarray(x))
 
-    return jax.tree.map_with_path(defer, params)
+    return jax.tree.map(defer, params)
 
 
 def state_specs(opt_state: optax.OptState, reduce_axes: str | Sequence[str]) -> Any:

@@ -9,7 +9,15 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from optax_accum._partial import Row, Whole, axes_in, find_mesh, kinds_of
+from optax_accum._partial import (
+    Row,
+    Whole,
+    axes_in,
+    entry,
+    find_mesh,
+    kinds_of,
+    names_in,
+)
 from optax_accum._scan import Found
 from optax_accum._tree import is_array, put
 from optax_accum._varying import axes_of
@@ -100,12 +108,15 @@ def _spread_out(path: Any, x: Any, axes: tuple[str, ...], mesh: Any, count: int)
             f"The batch must have a multiple of {count} examples, one for each device"
             f" along reduce_axes={axes!r}, got {jax.typeof(x)} in {name}."
         )
-    # On an explicit mesh it comes as it is laid out, if it is yet.
+    # An explicit axis has to be in its type before a `shard_map` can take it.
     explicit = tuple(a for a in axes if kinds_of(mesh)[a] == AxisType.Explicit)
-    first, *others = jax.typeof(x).sharding.spec.partitions or (None,)
-    if not explicit or first is not None:
+    first, *rest = map(names_in, jax.typeof(x).sharding.spec.partitions or (None,))
+    if first[: len(explicit)] == explicit:
         return x
-    return jax.sharding.reshard(x, P(explicit, *others))
+    first, *rest = (
+        tuple(a for a in names if a not in explicit) for names in (first, *rest)
+    )
+    return jax.sharding.reshard(x, P((*explicit, *first), *map(entry, rest)))
 
 
 def _check_replicated(path: Any, x: Any, axes: tuple[str, ...]) -> None:

@@ -222,6 +222,12 @@ def test_skip_must_return_a_boolean_scalar(verdict):
         tx.update(PARAMS, tx.init(PARAMS))
 
 
+def test_skip_must_return_a_pair():
+    tx = accumulate(2, skip=lambda *_: False)
+    with raises(TypeError, "skip must return a pair", "should_skip, skip_state"):
+        tx.init(PARAMS)
+
+
 def test_skip_must_keep_the_structure_of_its_state():
     def skip(updates, gradient_step, params):
         seen = [] if isinstance(gradient_step, jax.core.Tracer) else [1]
@@ -293,6 +299,9 @@ def test_a_state_of_optax_is_told_from_ours():
         (accumulate(lambda step: 2), accumulate(2), "every"),
         (accumulate(2), accumulate(1), "every"),
         (accumulate(2), accumulate(2, average_args=("value",)), "average_args"),
+        (accumulate(2), accumulate(2, skip=optax.skip_not_finite), "skip"),
+        (accumulate(2, skip=optax.skip_not_finite), accumulate(2), "skip"),
+        (accumulate(2), accumulate(2, track_noise=True), "track_noise"),
     ],
 )
 def test_a_state_of_another_accumulate_is_refused(before, now, name):

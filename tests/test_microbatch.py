@@ -379,6 +379,26 @@ def test_the_last_microbatch_must_return_what_the_others_do(rest, error, words):
         ours(1.0, jnp.ones(6))
 
 
+@pytest.mark.parametrize("aux", ["mean", "sum", "last"])
+def test_rows_are_found_where_all_microbatches_are_of_one_size(aux):
+    def fun(w, x):
+        return jnp.mean(w * x), {"rows": w * x, "classes": jnp.zeros(4)}
+
+    ours = optax_accum.value_and_grad(fun, has_aux=True, microbatch_size=4, aux=aux)
+    with pytest.raises(ValueError, match=r"(?s)\['rows'\].*of 4 .*of 8.*stack"):
+        ours(2.0, jnp.arange(8.0))
+
+    def made_for_four(w, x):
+        x.reshape(4)
+        return jnp.mean(w * x), jnp.zeros(4)
+
+    ours = functools.partial(optax_accum.value_and_grad, has_aux=True, aux=aux)
+    (_, out), _ = ours(made_for_four, microbatch_size=4)(2.0, jnp.arange(8.0))
+    np.testing.assert_array_equal(out, np.zeros(4))
+    (_, out), _ = ours(fun, microbatch_size=8)(2.0, jnp.arange(8.0))  # all at once
+    np.testing.assert_array_equal(out["rows"], 2 * jnp.arange(8.0))
+
+
 def test_only_rows_of_the_examples_can_be_stacked():
     def fun(w, x):
         return jnp.mean(w * x), jnp.arange(4.0)  # as many as examples, by chance

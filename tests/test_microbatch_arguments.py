@@ -287,6 +287,23 @@ def test_what_is_carried_must_keep_its_type():
     )
     with raises(TypeError, "carries on", "NoneType"):
         ours(1.0, 1.0, jnp.ones(4))
+    ours = optax_accum.value_and_grad(
+        lambda w, n, x: (w * jnp.mean(x), n),
+        has_aux=True,
+        batch_argnums=2,
+        carry_argnums=1,
+        microbatch_size=1,
+    )
+    with raises(TypeError, "carry_argnums", r"\(value, \(carry, aux\)\)", "float32"):
+        ours(1.0, 1.0, jnp.ones(4))
+
+
+def test_a_keyword_that_is_a_number_is_refused():
+    def fun(w, x, **kwargs):
+        return w * jnp.mean(x)
+
+    with raises(ValueError, "number for a name", "'0'"):
+        optax_accum.grad(fun, microbatch_size=2)(1.0, jnp.ones(4), **{"0": 7.0})
 
 
 @pytest.mark.parametrize("key", [3, "key", jax.random.split(jax.random.key(0), 3)])

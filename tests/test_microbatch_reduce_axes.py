@@ -348,6 +348,20 @@ def test_a_batch_that_is_not_sharded_yet_is_shared_out(kind, under):
     close(got, jax.value_and_grad(loss_fn)(PARAMS, batch))
 
 
+@pytest.mark.parametrize(
+    "spec", ["data", "model", ("model", "data"), ("data", "model")]
+)
+@pytest.mark.parametrize("axes", ["data", ("data", "model"), ("model", "data")])
+def test_an_explicit_batch_on_other_axes_is_laid_out_over_these_too(spec, axes):
+    batch = draw(40)
+    kinds = (AxisType.Explicit,) * 2
+    with jax.set_mesh(jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds)):
+        batch = jax.device_put(batch, P(spec))
+        fun = optax_accum.value_and_grad(loss_fn, microbatch_size=16, reduce_axes=axes)
+        got = jax.jit(fun)(PARAMS, batch)
+    close(got, jax.value_and_grad(loss_fn)(PARAMS, draw(40)))
+
+
 @pytest.mark.parametrize("batch", [1.0, jax.random.key(0)])
 def test_a_batch_without_examples_is_named(batch):
     fun = ours(loss_fn, microbatch_size=8)

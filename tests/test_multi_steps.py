@@ -185,6 +185,13 @@ def test_what_cannot_be_taken_over_is_said():
         convert(state, optax_accum.MultiSteps(optax.lion(0.1), 2), PARAMS)
     with pytest.raises(ValueError, match="tx must be a MultiSteps"):
         convert(state, optax.adam(0.1), PARAMS)
+    new = optax_accum.MultiSteps(optax.adam(0.1), 2)
+    with pytest.raises(
+        TypeError, match=r"tx must be the transform.*order is state, tx"
+    ):
+        convert(state, PARAMS, new)
+    with pytest.raises(TypeError, match="of this library already"):
+        convert(convert(state, new, PARAMS), new, PARAMS)
 
 
 @pytest.mark.parametrize(

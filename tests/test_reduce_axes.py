@@ -369,11 +369,38 @@ def test_a_state_of_another_reduce_axes_is_refused():
             )
 
 
-def test_parameters_that_are_sharded_over_the_axis_cannot_be_deferred():
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_parameters_that_are_sharded_over_the_axis_are_refused(kind):
+    tx = accumulate(2, reduce_axes="data")
+    with jax.set_mesh(mesh_of(kind)):
+        params = {"w": jax.device_put(jnp.zeros(N), P("data"))}
+        for fun in (tx.init, lambda params: defer_reduction(params, "data")):
+            local = jax.shard_map(fun, in_specs=P("data"), out_specs=P("data"))
+            for call in (fun, local):
+                with pytest.raises(
+                    ValueError, match=r"\['w'\].*sharded over \['data'\]"
+                ):
+                    call(params)
+
+
+def test_a_state_of_a_shard_map_is_refused_outside_of_one():
+    tx = accumulate(2, reduce_axes="data")
+    with jax.set_mesh(mesh_of(AxisType.Auto)):
+        state = tx.init(PARAMS)
     with jax.set_mesh(mesh_of(AxisType.Explicit)):
-        params = jax.device_put(jnp.zeros(N), P("data"))
-        with pytest.raises(ValueError, match=r"sharded over \['data'\]"):
-            defer_reduction(params, "data")
+        x = jax.device_put(DATA[0], P("data"))
+        grads = jax.grad(loss_fn)(defer_reduction(PARAMS, "data"), x, 1.0)
+        with pytest.raises(ValueError, match="made for steps in a shard_map"):
+            tx.update(grads, jax.device_get(state), PARAMS)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_noise_has_the_dtypes_of_its_state_under_x64(way):
+    with jax.enable_x64(True):
+        tx = chain(accumulate(2, reduce_axes="data", track_noise=True), optax.sgd(0.0))
+        states = linear_steps(way, tx, DATA[:2])
+        assert states[-1][0].noise.microbatches.dtype == jnp.int32
+        assert np.isfinite(optax_accum.noise_scale(states[-1]).trace)
 
 
 def test_with_parameters_sharded_over_another_axis():
