@@ -131,8 +131,9 @@ def accumulate(
       sharding: spread the accumulator over the mesh (ZeRO-2), for each device to hold a
         part of it and each microbatch to cost a reduce-scatter, not an all-reduce. The
         name of a mesh axis, or several, which split each array along the first
-        dimension that they divide, where there is one; or a pytree prefix of the
-        parameters with a ``PartitionSpec`` or ``NamedSharding`` for each. What follows
+        dimension that they divide, where there is one; or, also for parameters that are
+        spread over automatic axes themselves, a pytree prefix of the parameters with a
+        ``PartitionSpec`` or ``NamedSharding`` for each. What follows
         in the chain sees gradients and parameters so laid out, and its state is too;
         the updates that come out are like the parameters again. With ``reduce_axes``
         the accumulator is each device's own, and the release is the reduce-scatter
@@ -487,6 +488,7 @@ def _check_layout(name: str, acc: Any, g: Any) -> None:
         raise ValueError(
             f"The gradient at {name} is {g}, its accumulator {acc}, as the parameter"
             " given to init. Use jax.sharding.reshard to lay the gradient out alike."
+            + (f" The meshes are {meshes!r}." if meshes[0] != meshes[1] else "")
         )
 
 

@@ -36,6 +36,8 @@ class Layout:
         """Zeros for the arrays of a tree, made where they belong; `None` for others."""
 
         def zeros(x, spec):
+            if self._names is not None:
+                _check_not_laid_out(x, spec, self._prefix)
             shape, dtype = jnp.shape(x), dtype_fn(jnp.result_type(x))
             return jax.jit(lambda: _put(jnp.zeros(shape, dtype), spec))()
 
@@ -107,16 +109,39 @@ def _first_that_fits(x: Any, names: tuple[str, ...]) -> P:
     """Along the first dimension that can be divided, and is not yet."""
     if not is_array(x):
         return P()
-    count = math.prod(find_mesh(names, x, "sharding").shape[axis] for axis in names)
+    mesh = find_mesh(names, x, "sharding")
+    count = math.prod(mesh.shape[axis] for axis in names)
     spec: list[Any] = _own(x)
     taken = {axis for axes in spec for axis in names_in(axes)}
     for i, size in enumerate(jnp.shape(x)):
-        if spec[i] is None and size and size % count == 0 and not taken & {*names}:
+        free = spec[i] is None and not taken & {*names}
+        if free and math.prod(jnp.shape(x)) and size % count == 0:
             spec[i] = entry(names)
             break
-    while spec and spec[-1] is None:  # as XLA writes it, or JAX would compile twice
+    # As JAX writes what a step returns, or it would compile twice.
+    automatic = kinds_of(mesh)[names[0]] == AxisType.Auto
+    while automatic and spec and spec[-1] is None:
         spec.pop()
     return P(*spec)
+
+
+def _check_not_laid_out(x: Any, spec: P, sharding: Any) -> None:
+    """That names do not overrule how a parameter is spread over automatic axes.
+
+    Types do not tell of that, so that a step cannot see it; but `init` gets arrays.
+    """
+    layout = getattr(x, "sharding", None)
+    if isinstance(x, Tracer) or not isinstance(layout, NamedSharding):
+        return
+    full = [*spec.partitions] + [None] * len(layout.spec)
+    for own, new in zip(layout.spec.partitions, full, strict=False):
+        if own is not None and names_in(own) != names_in(new):
+            raise ValueError(
+                f"sharding={sharding!r}, names, is for parameters that are replicated,"
+                f" but there is one {jax.typeof(x)} laid out as {layout.spec} over"
+                " automatic axes, of which a step is not told. Give sharding a"
+                " PartitionSpec for each parameter, or make the mesh explicit."
+            )
 
 
 def _own(x: Any) -> list[Any]:
@@ -136,6 +161,11 @@ def _put(x: Any, spec: P) -> jax.Array:
             f"sharding has {names!r}, which are manual in this shard_map. There, leave"
             " sharding out and scatter the gradients by jax.lax.psum_scatter: the"
             " accumulator is as large as what comes."
+        )
+    if AxisType.Auto in kinds and explicit_axes(x):
+        raise ValueError(
+            f"sharding has {names!r}, which are not all explicit as other axes of this"
+            " mesh are. Make them all explicit, or all automatic."
         )
     if not isinstance(x, Tracer) and not jax.typeof(x).sharding.spec.unreduced:
         return jax.device_put(x, spec)  # also what is not on the mesh yet

@@ -163,6 +163,8 @@ class Row(Whole):
             x = vary(jnp.asarray(x), self._told)
             if x.dtype == bool:
                 return lax.pmax(x.astype(jnp.int32), self.axes).astype(bool)
+            if jnp.iscomplexobj(x):
+                return lax.complex(most(x.real), most(x.imag))
             return lax.pmax(x, self.axes)
 
         return jax.tree.map(most, tree)

@@ -74,7 +74,7 @@ def state_specs(opt_state: optax.OptState, reduce_axes: str | Sequence[str]) -> 
     Args:
       opt_state: a state with that of ``accumulate(..., reduce_axes=...)`` in it, made
         in a ``shard_map`` or on a mesh with automatic axes; or its shapes, by
-        ``jax.eval_shape(tx.init, params)`` on any mesh.
+        ``jax.eval_shape(tx.init, params)`` on a mesh of any kind.
       reduce_axes: as for ``accumulate``.
 
     Returns:

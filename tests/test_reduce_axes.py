@@ -200,6 +200,24 @@ def test_a_nan_on_one_shard_skips_everywhere(way, on_skip):
     assert (metrics["skipped"], metrics["gradient_step"]) == (1, 1)
 
 
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.float32, jnp.complex64])
+def test_devices_agree_on_a_state_of_skip_of_any_dtype(dtype):
+    def skip(updates, gradient_step, params):
+        return jnp.any(updates > 5), jnp.sum(updates).astype(dtype)
+
+    tx = accumulate(2, reduce_axes="data", skip=skip)
+    with jax.set_mesh(mesh_of(AxisType.Auto)):
+        state = tx.init(jnp.zeros(1))
+        specs = state_specs(state, "data")
+        step = jax.shard_map(
+            lambda g, state: tx.update(g, state)[1],
+            in_specs=(P("data"), specs),
+            out_specs=specs,
+        )
+        state = jax.jit(step)(jnp.arange(float(N)), state)
+    assert (state.skip_state, state.skipped) == (N - 1, 1)
+
+
 def test_a_release_on_one_device_is_one_on_all():
     tx = chain(accumulate(None, reduce_axes="data"), optax.sgd(1.0))
     mesh = mesh_of(AxisType.Auto)

@@ -40,9 +40,13 @@ def large_batches(**options):
     return params
 
 
+def mesh_of(kind):
+    return jax.make_mesh((N,), ("data",), axis_types=(kind,))
+
+
 class Run:
     def __init__(self, kind, tx, form="apply_gradients", defer=False, layout=None):
-        self.mesh = jax.make_mesh((N,), ("data",), axis_types=(kind,))
+        self.mesh = mesh_of(kind)
 
         def step(params, state, x):
             at = defer_reduction(params, "data") if defer else params
@@ -196,7 +200,7 @@ def test_a_bare_accumulation_hands_on_whole_means():
 
 def test_update_needs_no_parameters():
     specs = {"w": P(None, "data"), "v": P("data"), "odd": P()}
-    with jax.set_mesh(jax.make_mesh((N,), ("data",), axis_types=(AxisType.Auto,))):
+    with jax.set_mesh(mesh_of(AxisType.Auto)):
         tx = chain(accumulate(1, sharding=specs), optax.sgd(1.0))
         updates, _ = jax.jit(tx.update)(PARAMS, tx.init(PARAMS))
     close(jax.device_get(updates), jax.tree.map(lambda p: -p, jax.device_get(PARAMS)))
@@ -211,7 +215,7 @@ def test_a_layout_of_another_type_is_refused(sharding):
 def test_layouts_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"sharding has 'data'.*there is none"):
         accumulate(2, sharding="data").init(PARAMS)
-    with jax.set_mesh(jax.make_mesh((N,), ("data",), axis_types=(AxisType.Auto,))):
+    with jax.set_mesh(mesh_of(AxisType.Auto)):
         with pytest.raises(ValueError, match="prefix of the parameters"):
             accumulate(2, sharding={"w": P("data")}).init(PARAMS)
 
@@ -222,13 +226,50 @@ def test_layouts_that_do_not_fit_are_refused():
             jax.shard_map(local, in_specs=P(), out_specs=P())(PARAMS)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_the_state_keeps_its_layout_or_a_step_would_be_compiled_twice(kind):
+    params = {"w": jnp.ones((N, 4)), "none": jnp.zeros((0, N)), "odd": jnp.ones(3)}
+    tx = chain(accumulate(2, sharding="data"), optax.sgd(0.1, momentum=0.9))
+
+    def layouts(state):
+        return [x.sharding.spec for x in jax.tree.leaves(state) if x.ndim]
+
+    with jax.set_mesh(mesh_of(kind)):
+        params = jax.device_put(params, P())
+        state = tx.init(params)
+        step = jax.jit(lambda p, s: FORMS["apply_gradients"](tx, p, s, p))
+        _, after = step(params, state)
+    assert layouts(after) == layouts(state)
+
+
+def test_names_do_not_overrule_a_layout_that_steps_cannot_see():
+    tx = accumulate(2, sharding="data")
+    with jax.set_mesh(mesh_of(AxisType.Auto)):
+        params = jax.device_put(jnp.ones((N, N)), P(None, "data"))
+        with pytest.raises(
+            ValueError, match=r"sharding='data'.*PartitionSpec for each"
+        ):
+            tx.init(params)
+        tx.init(jax.device_put(params, P("data")))  # as it would be anyway
+        state = accumulate(2, sharding=P(None, "data")).init(params)
+        assert state.acc_grads.sharding.spec == P(None, "data")
+
+
+def test_a_mesh_with_axes_of_both_kinds_is_refused():
+    kinds = (AxisType.Auto, AxisType.Explicit)
+    with jax.set_mesh(jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds)):
+        params = jax.device_put(jnp.ones((N, N)), P())
+        with pytest.raises(ValueError, match="all explicit, or all automatic"):
+            accumulate(2, sharding="data").init(params)
+
+
 def test_partial_gradients_that_nobody_reduces_are_refused():
     with pytest.raises(ValueError, match=r"partial over \['data'\].*reduce_axes"):
         Run(AxisType.Explicit, chain(accumulate(2), ADAM), defer=True)
 
 
 def test_in_a_shard_map_it_is_one_or_the_other():
-    with jax.set_mesh(jax.make_mesh((N,), ("data",), axis_types=(AxisType.Auto,))):
+    with jax.set_mesh(mesh_of(AxisType.Auto)):
         tx = accumulate(2, sharding="data", reduce_axes="data")
         state = tx.init(jnp.ones(N))
 
