@@ -133,12 +133,11 @@ def accumulate(
         name of a mesh axis, or several, which split each array along the first
         dimension that they divide, where there is one; or, also for parameters that are
         spread over automatic axes themselves, a pytree prefix of the parameters with a
-        ``PartitionSpec`` or ``NamedSharding`` for each. What follows
-        in the chain sees gradients and parameters so laid out, and its state is too;
-        the updates that come out are like the parameters again. With ``reduce_axes``
-        the accumulator is each device's own, and the release is the reduce-scatter
-        (ZeRO-1). By default it is laid out like the parameters, also where these are
-        spread themselves.
+        ``PartitionSpec`` or ``NamedSharding`` for each. What follows in the chain sees
+        gradients and parameters so laid out, and its state is too; the updates that
+        come out are like the parameters again. With ``reduce_axes`` the accumulator is
+        each device's own, and the release is the reduce-scatter (ZeRO-1). By default it
+        is laid out like the parameters, also where these are spread themselves.
 
     Returns:
       A transform whose state is an :class:`AccumulateState`. What it releases has the
@@ -314,7 +313,7 @@ def accumulate(
         mean = treedef.unflatten(
             accumulated(acc, g, divisor if divides and not axes else None)
             if is_array(g)
-            else where_else_zero(_not(empty), acc)
+            else where_else_zero(jnp.logical_not(empty), acc)
             for acc, g in zip(accs, grads, strict=True)
         )
 
@@ -509,10 +508,6 @@ def _cast_like(x: jax.Array, like: Any) -> Any:
     if not is_array(like):
         return like
     return x.astype(like.dtype) if jnp.issubdtype(like.dtype, jnp.inexact) else x
-
-
-def _not(x: Any) -> jax.Array | bool:
-    return not x if isinstance(x, bool) else jnp.logical_not(x)
 
 
 def _all(x: Any, y: Any) -> jax.Array | bool:

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 from optax_accum._noise import NoiseScale, NoiseState
 from optax_accum._roles import Argument
 from optax_accum._split import Split
-from optax_accum._tree import differentiable, is_array
+from optax_accum._tree import differentiable, is_array, shorten
 
 LARGEST = 2**31 - 1
 Every = int | Callable[[jax.Array], ArrayLike] | None
@@ -150,7 +150,8 @@ def check_weight(weight: ArrayLike, dtype: DTypeLike) -> jax.Array:
         " number of examples or tokens)"
     )
     on_host = isinstance(weight, int | float | np.generic | np.ndarray)
-    if on_host and np.asarray(weight).dtype.kind in "iufO":
+    large = isinstance(weight, int) and abs(weight) > LARGEST
+    if on_host and (large or np.asarray(weight).dtype.kind in "iuf"):
         kind = jax.dtypes.canonicalize_dtype(dtype)
         try:
             with np.errstate(over="ignore"):
@@ -159,7 +160,9 @@ def check_weight(weight: ArrayLike, dtype: DTypeLike) -> jax.Array:
             number = np.asarray(np.inf)
         lost = (number < jnp.finfo(kind).tiny) & (np.asarray(weight) > 0)
         if not np.all(np.isfinite(number) & (number >= 0) & ~lost):
-            raise ValueError(f"{expected}, got {weight!r}, as {kind} {number}.")
+            raise ValueError(
+                f"{expected}, got {shorten(repr(weight))}, as {kind} {number}."
+            )
     checked = _check_real_scalar(weight, expected).astype(dtype)
     return jnp.where(checked < 0, jnp.nan, checked)
 
@@ -361,31 +364,32 @@ def check_differentiable(params: dict[Argument, Any]) -> None:
 
 
 def check_out(out: Any) -> Any:
-    if not isinstance(out, tuple | list) or len(out) != 2:
-        raise TypeError(
-            "With has_aux=True, fun must return a pair of its value and the auxiliary"
-            f" output, got {_describe(out)}."
-        )
-    return out
+    return _check_pair(
+        out,
+        "With has_aux=True, fun must return a pair of its value and the auxiliary"
+        " output; it",
+    )
 
 
 def check_aux_of_carry(out: Any) -> Any:
-    if not isinstance(out, tuple | list) or len(out) != 2:
-        raise TypeError(
-            "With carry_argnums, fun must return (value, (carry, aux)), its value and a"
-            " pair of what it carries on and the auxiliary output, but in place of that"
-            f" pair there is {_describe(out)}. An empty aux is ()."
-        )
-    return out
+    return _check_pair(
+        out,
+        "With carry_argnums, fun must return (value, (carry, aux)), where an empty aux"
+        " is (); for the inner pair it",
+    )
 
 
 def check_verdict(out: Any) -> Any:
+    return _check_pair(
+        out,
+        "skip must return a pair (should_skip, skip_state), like optax.skip_not_finite,"
+        " where an empty state is (); it",
+    )
+
+
+def _check_pair(out: Any, expected: str) -> Any:
     if not isinstance(out, tuple | list) or len(out) != 2:
-        raise TypeError(
-            "skip must return a pair (should_skip, skip_state), like"
-            f" optax.skip_not_finite, got {_describe(out)}. A state that nobody needs"
-            " is ()."
-        )
+        raise TypeError(f"{expected} returned {_describe(out)}.")
     return out
 
 

@@ -229,7 +229,7 @@ def _compile(step: Any, args: list[Any]) -> tuple[Any, Callable[..., Any]]:
 
     leaves, treedef = jax.tree.flatten(args)
     slots = [i for i, x in enumerate(leaves) if is_array(x)]
-    constant = {i: x for i, x in enumerate(leaves) if i not in set(slots)}
+    constant = {i: x for i, x in enumerate(leaves) if not is_array(x)}
 
     def of_arrays(arrays):
         return step(*treedef.unflatten(put(leaves, slots, arrays)))

@@ -57,7 +57,6 @@ def defer_reduction(
       float32[2]{U:data}
     """
     over = partial_over(arguments.check_axes(reduce_axes), params)
-
     over.check_params(params)
 
     def defer(x):

@@ -54,9 +54,7 @@ def add(
     x = jnp.asarray(x)
     dtype = jnp.promote_types(sum_dtype(acc.dtype), sum_dtype(x.dtype))
     old, new = acc.astype(dtype), x.astype(dtype)
-    if (
-        counted is not True
-    ):  # first of all: its derivative, by the weight too, is then 0
+    if counted is not True:  # before the weight, whose derivative is then 0 too
         new = jnp.where(counted, new, 0)
     if weight is not None:
         new = _by_parts(jnp.multiply, new, weight)
